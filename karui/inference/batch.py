@@ -1,0 +1,76 @@
+"""What the engine hands to a runner for one step, and what comes back.
+
+Legend for shapes: T tokens in the step, S sequences, B block-table width, L rows whose logits are wanted, V vocabulary,
+H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from karui.inference.models.config import ModelConfig
+
+
+@dataclass
+class StepBatch:
+    """One step over a ragged batch; every index tensor is int32 on the CPU and contiguous.
+
+    Attributes:
+        tokens: [T] token ids, sequences one after the other.
+        positions: [T] RoPE position of each token.
+        slots: [T] where the token's key and value are written: block * block_size + offset.
+        query_starts: [S+1] sequence s owns rows query_starts[s] .. query_starts[s+1].
+        context_lens: [S] keys each sequence sees after this step, its own new tokens included.
+        block_tables: [S, B] block ids; entries past the context are 0 and not read.
+        logit_rows: [L] rows of the step whose logits are wanted.
+        tree_masks: per sequence None (causal) or a bool [q, q] mask among the step's own q rows (tree verification);
+            rows always see the whole context before the step.
+        adapters: [S] adapter slot of each sequence, -1 for the base; None when no adapter is used.
+        want_hidden: also return the final hidden states (after the last norm) of `logit_rows`.
+        aux_layers: return the residual stream entering these layers for every row (EAGLE-3), empty for none.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    logit_rows: torch.Tensor
+    tree_masks: list[torch.Tensor | None] | None = None
+    adapters: torch.Tensor | None = None
+    want_hidden: bool = False
+    aux_layers: tuple[int, ...] = ()
+
+
+@dataclass
+class StepOutput:
+    """logits [L, V] fp32; hidden [L, H] fp32 or None; aux [T, len(aux_layers) * H] fp32 or None."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+    aux: torch.Tensor | None = None
+
+
+class Runner(Protocol):
+    """A model with its weights and KV memory on one device. The engine owns block ids, the runner owns the bytes."""
+
+    config: ModelConfig
+
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
+        """Reserve KV memory; kv_dtype is float32, float16 or int8. Frees what was reserved before."""
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes of KV memory for one token over all layers."""
+
+    def forward(self, batch: StepBatch) -> StepOutput:
+        """Run one step: write KV for every token, return logits of the wanted rows."""
+
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy KV of token slots source[i] -> target[i] in every layer (copy-on-write, tree compaction)."""
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights held, as packed."""
