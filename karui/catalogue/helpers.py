@@ -1,0 +1,40 @@
+"""Two lazy loaders over a model folder, so that callers need not import transformers at start-up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from karui.configs.errors import CorruptError, KaruiError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_config(path: str | Path) -> dict[str, Any]:
+    """The parsed `config.json` of a model or bundle folder. Raises `KaruiError` when absent, `CorruptError` when not a JSON object."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise KaruiError(f"{file.parent}: no config.json, so this is not a model folder; give a folder that transformers can load, "
+                         "a catalogue name (`karui models`) or a hub id.")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{file}: not valid JSON ({error}); fetch or export the model again.") from error
+    if not isinstance(config, dict):
+        raise CorruptError(f"{file}: expected a JSON object, got {type(config).__name__}.")
+    return config
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The fast tokenizer of a model or bundle folder, read from local files only and without remote code."""
+    folder = Path(path)
+    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+        raise KaruiError(f"{folder}: no tokenizer.json; copy the tokenizer files of the model it came from into the folder.")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise a zoo of types for a broken file
+        raise CorruptError(f"{folder}: the tokenizer cannot be read ({type(error).__name__}: {error}).") from error
