@@ -102,10 +102,13 @@ class QuantSpec(BaseModel):
 
     def _stem(self) -> str:
         if self.format not in ("int", "ternary", "binary"):
-            return {"nf4": "nf4dq" if self.double_quant else "nf4",
-                    "fp8": "fp8t" if self.granularity == "tensor" else "fp8"}.get(self.format, self.format)
+            return {"nf4": "nf4dq" if self.double_quant else "nf4", "fp8": "fp8t" if self.granularity == "tensor" else "fp8"}.get(
+                self.format, self.format
+            )
         bits = {"ternary": "1.58", "binary": "1"}.get(self.format, str(self.bits))
-        shared = f"g{self.group_size}" if self.group_size else "t" if self.granularity == "tensor" and self.format == "int" else ""
+        shared = (
+            f"g{self.group_size}" if self.group_size else "t" if self.granularity == "tensor" and self.format == "int" else ""
+        )
         return f"w{bits}{shared}{'' if self.symmetric else 'a'}{'a8' if self.activation_bits == 8 else ''}"
 
     @property
@@ -127,7 +130,8 @@ class QuantSpec(BaseModel):
                 return 0, 2**self.bits - 1
             return (-127, 127) if self.bits == 8 else (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)
         return {"ternary": (-1, 1), "binary": (-1, 1), "nf4": (0, 15), "mxfp4": (0, 15), "nvfp4": (0, 15)}.get(
-            self.format, (0, 255))
+            self.format, (0, 255)
+        )
 
 
 def _fields(text: str) -> dict[str, Any]:

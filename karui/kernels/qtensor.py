@@ -37,5 +37,10 @@ class QTensor:
 
     def to(self, device: torch.device | str) -> QTensor:
         moved = {k: v.to(device) for k, v in self.extra.items()} if self.extra else None
-        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device),
-                       zero=None if self.zero is None else self.zero.to(device), extra=moved)
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scale=self.scale.to(device),
+            zero=None if self.zero is None else self.zero.to(device),
+            extra=moved,
+        )

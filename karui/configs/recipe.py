@@ -1,0 +1,324 @@
+"""`Recipe`: one whole run as a frozen value; read from YAML, overridden by `key=value`, stored in every bundle.
+
+A key that does not exist is an error that names the file, the key, the valid keys and the nearest spelling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from karui.configs.errors import KaruiError, nearest
+from karui.configs.quantspec import QuantSpec
+
+
+class Section(BaseModel):
+    """Base of every part of a recipe: frozen, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(Section):
+    """Which model. A bare string in the recipe is the same as `{name: ...}`."""
+
+    name: str = Field(description="catalogue name, hub id or folder")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="dtype of the high-precision weights")
+    revision: str | None = Field(None, description="hub revision")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class DataSection(Section):
+    """Where samples come from and how they become token sequences."""
+
+    train: str = Field(description="a shipped sample, a .jsonl/.json/.parquet/.txt file or folder, or a hub data set")
+    eval: str | None = Field(None, description="held-out samples, same forms; none: `holdout` rows are split off train")
+    holdout: int = Field(0, ge=0, description="rows taken from the end of train for evaluation when eval is not given")
+    format: Literal["auto", "chat", "prompt", "text"] = Field("auto", description="auto: decided by the columns, and printed")
+    messages: str = Field("messages", description="column with the chat messages")
+    prompt: str = Field("prompt", description="column with the prompt")
+    completion: str = Field("completion", description="column with the completion")
+    text: str = Field("text", description="column with raw text")
+    system: str | None = Field(None, description="system message put before every prompt or chat that has none")
+    max_length: int = Field(1024, ge=8, description="tokens per sample")
+    overlong: Literal["drop", "truncate", "error"] = Field("drop", description="what happens to longer samples; always counted")
+    packing: bool = Field(True, description="several samples in one sequence, isolated from one another")
+    train_on: Literal["assistant", "all"] = Field("assistant", description="which tokens carry loss")
+    limit: int | None = Field(None, ge=1, description="use only the first rows of train")
+    shuffle: bool = True
+
+
+class LoraStep(Section):
+    """LoRA (arXiv 2106.09685) on a base in its own precision, or on a quantized base when `base` names a grid (QLoRA)."""
+
+    method: Literal["lora", "qlora"]
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: str | tuple[str, ...] = Field("all-linear", description="all-linear, or names of linear layers")
+    rslora: bool = Field(False, description="scale by alpha / sqrt(rank) (arXiv 2312.03732)")
+    base: QuantSpec = Field(default_factory=lambda: QuantSpec.parse("none"), description="grid of the frozen base; qlora: nf4dq")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _base_default(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("method") == "qlora" and "base" not in value:
+            return {**value, "base": "nf4dq"}
+        return value
+
+    @model_validator(mode="after")
+    def _base_fits(self) -> LoraStep:
+        if self.method == "qlora" and self.base.format == "none":
+            raise ValueError("qlora needs a quantized base, e.g. base: nf4dq")
+        if self.method == "lora" and self.base.format != "none":
+            raise ValueError(f"lora has a base in high precision; for base {self.base} write method: qlora")
+        return self
+
+
+PrepareStep = LoraStep
+
+
+class ObjectiveSection(Section):
+    """What is minimised."""
+
+    kind: Literal["sft"] = "sft"
+    chunk_tokens: int = Field(1024, ge=1, description="supervised tokens whose logits exist at one moment")
+
+
+class OptimSection(Section):
+    """How it is minimised. Batches are counted in samples per optimizer step over all ranks."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(2e-4, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: float = Field(0.03, ge=0, description="below 1: share of all steps, else steps")
+    final_lr: float = Field(0.0, ge=0, le=1, description="share of lr at the end of cosine and linear")
+    clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null: no clipping")
+    epochs: float | None = Field(None, gt=0)
+    steps: int | None = Field(None, ge=1, description="optimizer steps; wins over epochs")
+    batch: int = Field(16, ge=1, description="samples per optimizer step, over all ranks")
+    micro_tokens: int = Field(4096, ge=8, description="tokens in one forward pass; the batch is cut to fit")
+
+    @model_validator(mode="after")
+    def _length(self) -> OptimSection:
+        if self.epochs is None and self.steps is None:
+            object.__setattr__(self, "epochs", 1.0)
+        return self
+
+
+class RunSection(Section):
+    """Where and how the run is executed."""
+
+    output: str = Field("runs/{name}", description="folder of the run; {name} is the recipe's name")
+    seed: int = 0
+    checkpoint_every: int | None = Field(None, ge=1, description="steps; null: only at the end and on Ctrl-C")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+    eval_every: int | None = Field(None, ge=1, description="steps; null: before and after training")
+    log_every: int = Field(1, ge=1)
+    precision: Literal["no", "bf16", "fp16"] = Field("no", description="autocast of the forward pass, as accelerate names it")
+    recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores")
+    workers: int = Field(0, ge=0, description="data loader processes")
+
+
+class TrackSection(Section):
+    """Where metrics go, through accelerate's trackers."""
+
+    to: Literal["wandb", "tensorboard", "none"] = Field("wandb", description="wandb runs offline without a login")
+    project: str = "karui"
+    name: str | None = Field(None, description="run name; null: the recipe's")
+    tags: tuple[str, ...] = ()
+
+
+class ExportSection(Section):
+    """One bundle to write after training."""
+
+    spec: QuantSpec = Field(default_factory=lambda: QuantSpec.parse("w4g32"), description="grid of the block linears")
+    embedding: QuantSpec = Field(default_factory=lambda: QuantSpec.parse("w8"), description="grid of embedding and head")
+    format: Literal["karui"] = "karui"
+    output: str = Field("{run}/bundle-{spec}", description="{run}: the run's folder, {spec}: the grid's spelling")
+
+
+class EvalSection(Section):
+    """What is compared after training."""
+
+    perplexity: str | None = Field(None, description="a text file; protocol: windows of 1024, printed beside the number")
+    windows: int | None = Field(None, ge=1, description="only the first windows")
+    held_out: bool = Field(True, description="loss on the held-out samples")
+    speed: bool = Field(True, description="prefill and decode tokens/s")
+    questions: tuple[str, ...] = Field((), description="answered aloud after training")
+
+
+class Recipe(Section):
+    """One whole run: model -> data -> prepare -> objective -> optim -> run -> track -> export -> eval."""
+
+    name: str = "run"
+    model: ModelSection
+    data: DataSection
+    prepare: tuple[PrepareStep, ...] = ()
+    objective: ObjectiveSection = ObjectiveSection()
+    optim: OptimSection = OptimSection()
+    run: RunSection = RunSection()
+    track: TrackSection = TrackSection()
+    export: tuple[ExportSection, ...] = ()
+    eval: EvalSection = EvalSection()
+
+    @classmethod
+    def load(cls, source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read a recipe from a YAML file or by the name of a shipped one; `overrides` are `dotted.key=value`.
+
+        Raises:
+            KaruiError: the file is missing or malformed, or a key or value is wrong; names file, key and remedy.
+        """
+        path = find_recipe(source)
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise KaruiError(
+                f"{path}: not a text file ({error.reason} at byte {error.start}); a recipe is YAML in UTF-8."
+            ) from error
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+            raise KaruiError(f"{where}: malformed YAML: {getattr(error, 'problem', None) or error}. Mend that line.") from error
+        if not isinstance(values, dict):
+            raise KaruiError(
+                f"{path}: a recipe is a mapping with the keys {', '.join(cls.model_fields)}; "
+                f"this file holds {'nothing' if values is None else type(values).__name__}."
+            )
+        values.setdefault("name", path.stem)
+        for item in overrides:
+            _override(values, item)
+        return cls.build(values, str(path))
+
+    @classmethod
+    def build(cls, values: Mapping[str, Any], source: str = "recipe") -> Recipe:
+        """Validate a mapping; `source` names it in errors."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise KaruiError("\n".join(_explain(cls, source, item) for item in error.errors())) from error
+
+    def dump(self) -> dict[str, Any]:
+        """JSON-able mapping that `build` turns back into an equal recipe; specs in their short spelling."""
+        return _plain(self)
+
+    @property
+    def output(self) -> Path:
+        return Path(self.run.output.format(name=self.name))
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes in the package, by name."""
+    return {p.stem: p for p in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
+
+
+def find_recipe(source: str | Path) -> Path:
+    path = Path(source)
+    shipped = shipped_recipes()
+    if path.is_file():
+        return path
+    if str(source) in shipped:
+        return shipped[str(source)]
+    raise KaruiError(
+        f"recipe {str(source)!r}: no such file, and no shipped recipe of that name; "
+        f"shipped: {', '.join(shipped)}.{nearest(path.stem, shipped)}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, QuantSpec):
+        return str(value)
+    if isinstance(value, BaseModel):
+        return {k: _plain(getattr(value, k)) for k in type(value).model_fields}
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _override(values: dict[str, Any], item: str) -> None:
+    key, equals, text = item.partition("=")
+    if not equals or not key.strip():
+        raise KaruiError(f"--set {item!r}: expected key=value, e.g. --set optim.lr=1e-4.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise KaruiError(f"--set {item!r}: the value is malformed YAML: {error}") from error
+    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    parts, node = key.strip().split("."), values
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise KaruiError(
+                    f"--set {item!r}: {'.'.join(parts[:depth])} is a list of {len(node)}; {part!r} is not an index in it."
+                )
+            if last:
+                node[int(part)] = value
+            node = node[int(part)]
+        else:
+            if isinstance(node.get(part), str) and not last:  # a bare `model: name`
+                node[part] = {"name": node[part]}
+            if last:
+                node[part] = value
+            else:
+                if node.get(part) is None:
+                    node[part] = {}
+                node = node[part]
+                if not isinstance(node, (dict, list)):
+                    raise KaruiError(
+                        f"--set {item!r}: {'.'.join(parts[: depth + 1])} is a plain value, it has no {parts[depth + 1]!r}."
+                    )
+
+
+def _explain(model: type[BaseModel], source: str, error: Any) -> str:
+    loc = [str(p) for p in error["loc"]]
+    key = ".".join(loc)
+    if error["type"] == "extra_forbidden":
+        owner = _model_at(model, loc[:-1])
+        names = list(owner.model_fields) if owner else []
+        return f"{source}: unknown key {key!r}; valid here: {', '.join(names)}.{nearest(loc[-1], names)}"
+    if error["type"] == "missing":
+        return f"{source}: key {key!r} is required and missing; add it."
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{source}: {key or 'recipe'}: {message} (given: {_short(error.get('input'))})."
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _model_at(model: type[BaseModel], loc: list[str]) -> type[BaseModel] | None:
+    """The section that a location such as ['prepare', '0'] leads to, through lists and unions."""
+    current: Any = model
+    for part in loc:
+        if not part.isdigit():
+            found = _sections(current)
+            current = next((m.model_fields[part].annotation for m in found if part in m.model_fields), current)
+    found = _sections(current)
+    tag = next((m for m in found if m.__name__ == loc[-1]), None) if loc else None
+    return tag or (found[0] if found else None)
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (tuple, list, Annotated, typing.Union, types.UnionType):
+        return [m for a in typing.get_args(annotation) for m in _sections(a)]
+    return []
