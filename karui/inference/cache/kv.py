@@ -1,0 +1,61 @@
+"""The bytes of the KV cache for the torch runner: one slot per token and layer, in fp32, fp16, bf16 or int8.
+
+Legend: N slots, T tokens, G kv heads, D head_dim.
+int8 keeps one scale per token and head, absmax/127, as codes never move once written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from karui.configs.errors import UnsupportedError, nearest
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
+
+def check_dtype(kv_dtype: str) -> str:
+    """`kv_dtype` when it is one of `DTYPES`. Raises `UnsupportedError` otherwise."""
+    if kv_dtype not in DTYPES:
+        raise UnsupportedError(
+            f"kv_dtype {kv_dtype!r} is not supported; use one of {', '.join(DTYPES)}.{nearest(kv_dtype, DTYPES)}")
+    return kv_dtype
+
+
+def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, kv_dtype: str) -> int:
+    """Bytes for keys and values of one token over all layers, scales included."""
+    item = torch.empty(0, dtype=DTYPES[check_dtype(kv_dtype)]).element_size()
+    return 2 * num_layers * num_kv_heads * (head_dim * item + (4 if kv_dtype == "int8" else 0))
+
+
+class KVStore:
+    """Keys and values of `num_slots` tokens in every layer: data [2, layers, N, G, D], for int8 also scale [2, layers, N, G]."""
+
+    def __init__(self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, kv_dtype: str,
+                 device: torch.device | str) -> None:
+        shape = (2, num_layers, num_slots, num_kv_heads)
+        self.data = torch.zeros(*shape, head_dim, dtype=DTYPES[check_dtype(kv_dtype)], device=device)
+        self.scale = torch.zeros(shape, device=device) if kv_dtype == "int8" else None
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v [T, G, D] at `slots` [T] int64."""
+        for side, x in enumerate((k, v)):
+            if self.scale is None:
+                self.data[side, layer, slots] = x.to(self.data.dtype)
+            else:
+                scale = x.float().abs().amax(-1).clamp_min(1e-12) / 127
+                self.scale[side, layer, slots] = scale
+                self.data[side, layer, slots] = (x.float() / scale[..., None]).round().to(torch.int8)
+
+    def read(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [*slots.shape, G, D] at `slots` in `dtype`."""
+        k, v = (self.data[side, layer, slots].to(dtype) for side in (0, 1))
+        if self.scale is None:
+            return k, v
+        ks, vs = (self.scale[side, layer, slots].to(dtype)[..., None] for side in (0, 1))
+        return k * ks, v * vs
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slot source[i] to target[i] in every layer; all are read before any is written."""
+        self.data[:, :, target] = self.data[:, :, source]
+        if self.scale is not None:
+            self.scale[:, :, target] = self.scale[:, :, source]

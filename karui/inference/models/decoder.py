@@ -1,0 +1,299 @@
+"""The reference runner: llama, mistral, qwen2 and qwen3 as one decoder over a dictionary of weights, in plain torch.
+
+Legend for shapes: T tokens in the step, S sequences, H hidden, A attention heads, G kv heads, D head_dim, C keys seen.
+
+Quantized weights stay codes in memory and are dequantized in each linear; the native runner multiplies with the codes.
+`bit_exact=True` runs the step token by token: every token then goes through the same one-row program over the same keys,
+so its bits cannot depend on the batch around it, on chunking, on a warm cache or on speculation. It is slow and meant for tests
+and for debugging; the native runner has the property at full speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from karui.configs.errors import KaruiError
+from karui.inference.batch import StepBatch, StepOutput
+from karui.inference.cache.kv import KVStore, bytes_per_token
+from karui.inference.models.config import ModelConfig
+from karui.inference.models.rope import cos_sin, inverse_frequencies
+from karui.inference.models.weights import Weights, check_weights, nbytes
+from karui.kernels.qtensor import QTensor
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """One adapted linear: a [r, in], b [out, r], y += scale * b a x; `row_scale` [out] is DoRA's m / ||W + s b a||, else None."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    row_scale: torch.Tensor | None = None
+
+
+@dataclass
+class _Span:
+    """Rows start..stop of the step are one sequence's and see the keys at `slots` [C]; `visible` [q, C] bool or None = all."""
+
+    start: int
+    stop: int
+    slots: torch.Tensor
+    key_positions: torch.Tensor
+    visible: torch.Tensor | None
+
+
+class TorchRunner:
+    """`Runner` in plain torch on any device.
+
+    Args:
+        config: the decoder's shape.
+        weights: Hugging Face names to tensors or `QTensor`s; all are checked (`check_weights`).
+        device: where weights and KV cache live.
+        dtype: dtype of activations and dense weights; norms, rotation and logits are fp32 (float64 when `dtype` is).
+        bit_exact: process tokens one by one, see the module's docstring.
+    """
+
+    supports_adapters = True
+
+    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32, bit_exact: bool = False) -> None:
+        self.config, self.device, self.dtype, self.bit_exact = config, torch.device(device), dtype, bit_exact
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self._adapters: dict[int, dict[str, LoraWeights]] = {}
+        f, factor = inverse_frequencies(config)
+        self._frequencies = (f.to(self.device), factor)
+        self.load_weights(weights)
+
+    # -- Runner protocol
+
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
+        c = self.config
+        self._kv: KVStore | None = None
+        self._kv = KVStore(c.num_layers, num_blocks * block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device)
+        self._block_size = block_size
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        return bytes_per_token(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
+
+    def weight_bytes(self) -> int:
+        return sum(nbytes(w) for w in self._weights.values())
+
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        assert self._kv is not None, "allocate() first"
+        self._kv.copy(source.long().to(self.device), target.long().to(self.device))
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> StepOutput:
+        spans = self._spans(batch)
+        tokens, positions, slots = (x.long().to(self.device) for x in (batch.tokens, batch.positions, batch.slots))
+        adapters = self._adapter_rows(batch)
+        if not self.bit_exact:
+            x, aux = self._layers(tokens, positions, slots, spans, adapters, batch.aux_layers)
+        else:
+            first = torch.zeros(1, dtype=torch.long, device=self.device)
+            rows = [self._layers(tokens[r:r + 1], positions[r:r + 1], slots[r:r + 1], [_one_row(span, r)],
+                                 {a: first for a, at in adapters.items() if r in at}, batch.aux_layers)
+                    for span in spans for r in range(span.start, span.stop)]
+            x = torch.cat([row for row, _ in rows])
+            aux = torch.cat([a for _, a in rows if a is not None]) if batch.aux_layers else None
+        wanted = x[batch.logit_rows.long().to(self.device)]
+        pieces = wanted.split(1) if self.bit_exact and len(wanted) else [wanted]
+        hidden = torch.cat([self._norm(p, "model.norm.weight") for p in pieces])
+        head = "model.embed_tokens" if self.config.tied else "lm_head"
+        logits = torch.cat([self._linear(h, head, {}) for h in (hidden.split(1) if self.bit_exact and len(hidden) else [hidden])])
+        return StepOutput(logits.float() if self._wide == torch.float32 else logits,
+                          hidden.float() if batch.want_hidden else None, None if aux is None else aux.float())
+
+    # -- weights and adapters
+
+    def load_weights(self, weights: Weights) -> None:
+        """Replace all weights. Nothing changes when the check fails."""
+        checked = check_weights(self.config, weights)
+        self._weights: dict[str, QTensor | torch.Tensor] = {
+            name: w.to(self.device) if isinstance(w, QTensor) else w.to(self.device, self.dtype) for name, w in checked.items()}
+
+    def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
+        """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None."""
+        self._adapters.pop(slot, None)
+        if layers is not None:
+            self._adapters[slot] = {
+                name: replace(w, a=w.a.to(self.device, self.dtype), b=w.b.to(self.device, self.dtype),
+                              row_scale=None if w.row_scale is None else w.row_scale.to(self.device, self.dtype))
+                for name, w in layers.items()}
+
+    def dense_weight(self, module: str) -> torch.Tensor:
+        """The fp32 weight [out, in] of a linear, dequantized."""
+        w = self._weights[f"{module}.weight"]
+        return w.dequantize(torch.float32) if isinstance(w, QTensor) else w.float()
+
+    # -- the decoder
+
+    def _layers(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, spans: list[_Span],
+                adapters: dict[int, torch.Tensor], aux_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        c = self.config
+        x = self._embed(tokens)
+        cos, sin = (t.to(self._wide)[:, None] for t in cos_sin(c, positions, self._frequencies))
+        padded = _pad_decodes(spans, positions) if not self.bit_exact else None
+        aux = []
+        for i in range(c.num_layers):
+            if i in aux_layers:
+                aux.append(x)
+            p = f"model.layers.{i}."
+            h = self._norm(x, p + "input_layernorm.weight")
+            q = self._linear(h, p + "self_attn.q_proj", adapters).unflatten(-1, (c.num_heads, c.head_dim))
+            k = self._linear(h, p + "self_attn.k_proj", adapters).unflatten(-1, (c.num_kv_heads, c.head_dim))
+            v = self._linear(h, p + "self_attn.v_proj", adapters).unflatten(-1, (c.num_kv_heads, c.head_dim))
+            if c.qk_norm:
+                q, k = self._norm(q, p + "self_attn.q_norm.weight"), self._norm(k, p + "self_attn.k_norm.weight")
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            assert self._kv is not None, "allocate() first"
+            self._kv.write(i, slots, k, v)
+            mixed = self._attention(i, q, positions, spans, padded)
+            x = x + self._linear(mixed.flatten(-2), p + "self_attn.o_proj", adapters)
+            h = self._norm(x, p + "post_attention_layernorm.weight")
+            gated = F.silu(self._linear(h, p + "mlp.gate_proj", adapters)) * self._linear(h, p + "mlp.up_proj", adapters)
+            x = x + self._linear(gated, p + "mlp.down_proj", adapters)
+        return x, torch.cat(aux, -1) if aux else None
+
+    def _attention(self, layer: int, q: torch.Tensor, positions: torch.Tensor, spans: list[_Span],
+                   padded: _PaddedDecodes | None) -> torch.Tensor:
+        """q [T, A, D] -> [T, A, D], each sequence over its own keys; one-row sequences go together, padded."""
+        assert self._kv is not None
+        window = self.config.sliding_window[layer] if self.config.sliding_window else None
+        out = torch.empty_like(q)
+        if padded is not None:
+            k, v = self._kv.read(layer, padded.slots, self.dtype)
+            out[padded.rows] = _sdpa(q[padded.rows][:, None], k, v, padded.mask(window))[:, 0]
+        for span in spans if padded is None else padded.others:
+            k, v = self._kv.read(layer, span.slots, self.dtype)
+            visible = span.visible
+            if window is not None:
+                near = span.key_positions[None] > positions[span.start:span.stop, None] - window
+                visible = near if visible is None else visible & near
+            rows = slice(span.start, span.stop)
+            out[rows] = _sdpa(q[None, rows], k[None], v[None], None if visible is None else visible[None, None])[0]
+        return out
+
+    def _linear(self, x: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
+        w = self._weights[f"{module}.weight"]
+        bias = self._weights.get(f"{module}.bias")
+        if isinstance(w, QTensor):
+            x_in = _int8_per_token(x) if w.spec.activation_bits == 8 else x
+            y = F.linear(x_in, w.dequantize(self.dtype))
+        else:
+            y = F.linear(x, w)
+        for slot, rows in adapters.items():
+            lora = self._adapters[slot].get(module)
+            if lora is not None:
+                new = y[rows] + lora.scale * F.linear(F.linear(x[rows], lora.a), lora.b)
+                y[rows] = new if lora.row_scale is None else new * lora.row_scale
+        assert not isinstance(bias, QTensor)
+        return y if bias is None else y + bias
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self._weights[name]
+        assert isinstance(weight, torch.Tensor)
+        wide = x.to(self._wide)
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.norm_eps)).to(self.dtype)
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        w = self._weights["model.embed_tokens.weight"]
+        if not isinstance(w, QTensor):
+            return w[tokens]
+        if w.extra or w.scale.shape[0] == 1 or w.scale.shape[0] != w.codes.shape[0]:
+            return w.dequantize(self.dtype)[tokens]
+        picked = replace(w, codes=w.codes[tokens], scale=w.scale[tokens], zero=None if w.zero is None else w.zero[tokens],
+                         shape=(len(tokens), self.config.hidden_size))
+        return picked.dequantize(self.dtype)
+
+    # -- reading the batch
+
+    def _spans(self, batch: StepBatch) -> list[_Span]:
+        starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
+        tables = batch.block_tables.long()
+        spans = []
+        for s, context in enumerate(contexts):
+            start, stop = starts[s], starts[s + 1]
+            q, index = stop - start, torch.arange(context)
+            slots = tables[s, index // self._block_size] * self._block_size + index % self._block_size
+            own = batch.tree_masks[s] if batch.tree_masks else None
+            key_positions, visible = index, None
+            if own is not None or q > 1:
+                if own is None:
+                    own = torch.ones(q, q, dtype=torch.bool).tril()
+                visible = torch.cat([torch.ones(q, context - q, dtype=torch.bool), own.to(torch.bool)], 1).to(self.device)
+                key_positions = torch.cat([index[:context - q], batch.positions[start:stop].long()])
+            spans.append(_Span(start, stop, slots.to(self.device), key_positions.to(self.device), visible))
+        return spans
+
+    def _adapter_rows(self, batch: StepBatch) -> dict[int, torch.Tensor]:
+        if batch.adapters is None:
+            return {}
+        starts = batch.query_starts.tolist()
+        rows: dict[int, list[int]] = {}
+        for s, slot in enumerate(batch.adapters.tolist()):
+            if slot < 0:
+                continue
+            if slot not in self._adapters:
+                raise KaruiError(f"adapter slot {slot} is empty; load the adapter before sending requests to it.")
+            rows.setdefault(slot, []).extend(range(starts[s], starts[s + 1]))
+        return {slot: torch.tensor(at, device=self.device) for slot, at in rows.items()}
+
+
+class _PaddedDecodes:
+    """The one-row sequences of a step, their keys padded to the longest: slots [S, C], and a mask per window."""
+
+    def __init__(self, spans: list[_Span], others: list[_Span], positions: torch.Tensor) -> None:
+        self.others = others
+        self.rows = torch.tensor([span.start for span in spans], device=positions.device)
+        lengths = torch.tensor([len(span.slots) for span in spans], device=positions.device)
+        self.slots = torch.nn.utils.rnn.pad_sequence([span.slots for span in spans], batch_first=True)
+        index = torch.arange(self.slots.shape[1], device=positions.device)
+        self._real, self._age = index < lengths[:, None], positions[self.rows][:, None] - index
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        if window not in self._masks:
+            seen = self._real if window is None else self._real & (self._age < window)
+            self._masks[window] = seen[:, None, None]
+        return self._masks[window]
+
+
+def _pad_decodes(spans: list[_Span], positions: torch.Tensor) -> _PaddedDecodes | None:
+    single = [span for span in spans if span.stop - span.start == 1 and span.visible is None]
+    if len(single) < 2:
+        return None
+    return _PaddedDecodes(single, [span for span in spans if span not in single], positions)
+
+
+def _one_row(span: _Span, row: int) -> _Span:
+    """The same sequence as seen by one of its rows: only the keys that row may see, in order."""
+    if span.visible is None:
+        return replace(span, start=0, stop=1)
+    seen = span.visible[row - span.start]
+    return _Span(0, 1, span.slots[seen], span.key_positions[seen], None)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """q [S, q, A, D] over k, v [S, C, G, D] -> [S, q, A, D]; mask bool, broadcast over heads."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] with cos, sin [T, 1, D/2]; pairs are (i, i + D/2)."""
+    a, b = x.to(cos.dtype).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def _int8_per_token(x: torch.Tensor) -> torch.Tensor:
+    """Activations on the symmetric int8 grid, one scale per token (row): what a w?a8 weight is multiplied with."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+    return ((x.float() / scale).round() * scale).to(x.dtype)

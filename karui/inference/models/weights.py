@@ -1,0 +1,87 @@
+"""Which tensors a decoder needs, under which names and shapes, and the check that a set of them is complete and sane."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from karui.configs.errors import CorruptError
+from karui.inference.models.config import ModelConfig
+from karui.kernels.qtensor import QTensor
+
+Weights = Mapping[str, QTensor | torch.Tensor]
+
+# Old checkpoints store what the config already determines.
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor the decoder of `config` reads, by its Hugging Face name, with its shape ([out, in] for a linear)."""
+    h, d = config.hidden_size, config.head_dim
+    q, kv, f = config.num_heads * d, config.num_kv_heads * d, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, h)
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        for name, out, into, bias in (
+            ("self_attn.q_proj", q, h, config.qkv_bias), ("self_attn.k_proj", kv, h, config.qkv_bias),
+            ("self_attn.v_proj", kv, h, config.qkv_bias), ("self_attn.o_proj", h, q, config.o_bias),
+            ("mlp.gate_proj", f, h, config.mlp_bias), ("mlp.up_proj", f, h, config.mlp_bias),
+            ("mlp.down_proj", h, f, config.mlp_bias),
+        ):
+            shapes[f"{layer}{name}.weight"] = (out, into)
+            if bias:
+                shapes[f"{layer}{name}.bias"] = (out,)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{name}.weight"] = (h,)
+        if config.qk_norm:
+            shapes[f"{layer}self_attn.q_norm.weight"] = shapes[f"{layer}self_attn.k_norm.weight"] = (d,)
+    return shapes
+
+
+def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | torch.Tensor]:
+    """The tensors of `weights` that `config` asks for, all of them and no others.
+
+    Raises `CorruptError` naming tensors that are missing, not consumed, misshapen or not finite (scales included). A tied
+    model may carry an `lm_head.weight`, but only one that equals its embedding.
+    """
+    shapes = expected_shapes(config)
+    given = {name: w for name, w in weights.items() if not _DERIVED.fullmatch(name)}
+    if config.tied and "lm_head.weight" in given:
+        if not _same(given["lm_head.weight"], given.get("model.embed_tokens.weight")):
+            raise CorruptError("lm_head.weight differs from model.embed_tokens.weight, but the config says they are tied "
+                               "(tie_word_embeddings); set it to false or drop one of the two.")
+        del given["lm_head.weight"]
+    missing, unused = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
+    if missing or unused:
+        told = [f"{len(names)} {what}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                for what, names in (("missing", missing), ("not consumed", unused)) if names]
+        raise CorruptError(f"weights do not fit a {config.model_type} of {config.num_layers} layers: {'; '.join(told)}.")
+    for name, shape in shapes.items():
+        w = given[name]
+        if tuple(w.shape) != shape:
+            raise CorruptError(f"{name} has shape {list(w.shape)}, the config asks for {list(shape)}.")
+        if not all_finite(w):
+            raise CorruptError(f"{name} holds NaN or infinity{' in its scales' if isinstance(w, QTensor) else ''}; "
+                               "the file is damaged or was never filled.")
+    return {name: given[name] for name in shapes}
+
+
+def all_finite(w: QTensor | torch.Tensor) -> bool:
+    parts = [w.scale, *(w.extra or {}).values()] if isinstance(w, QTensor) else [w]
+    return all(bool(torch.isfinite(p.float() if p.element_size() == 1 else p).all()) for p in parts if p.is_floating_point())
+
+
+def nbytes(w: QTensor | torch.Tensor) -> int:
+    """Bytes as held in memory by torch (codes unpacked)."""
+    parts = [w.codes, w.scale, w.zero, *(w.extra or {}).values()] if isinstance(w, QTensor) else [w]
+    return sum(p.numel() * p.element_size() for p in parts if p is not None)
+
+
+def _same(a: QTensor | torch.Tensor, b: QTensor | torch.Tensor | None) -> bool:
+    if isinstance(a, QTensor) and isinstance(b, QTensor):
+        return a.spec == b.spec and torch.equal(a.codes, b.codes) and torch.equal(a.scale.float(), b.scale.float())
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)

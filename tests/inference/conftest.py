@@ -1,0 +1,38 @@
+"""Tiny random models for the engine's tests: a transformers model, its config and its weights under karui's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from karui.inference.models.config import ModelConfig, from_hf
+
+SIZES: dict[str, Any] = dict(vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+                             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2)
+
+
+def tiny(kind: str, seed: int = 0, **changes: Any) -> tuple[Any, ModelConfig, dict[str, torch.Tensor]]:
+    """A randomly initialised transformers model in eval mode and what `TorchRunner` needs of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    hf = AutoConfig.for_model(kind, **{**SIZES, "head_dim": 8, **changes})
+    model = AutoModelForCausalLM.from_config(hf, attn_implementation="eager").eval().float()
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # norms and biases start as ones and zeros and would hide mistakes
+            p.copy_(torch.randn_like(p) * 0.3 + (1.0 if "norm" in name else 0.0))
+    config = from_hf(hf.to_dict())
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    if config.tied:
+        weights.pop("lm_head.weight", None)
+    return model, config, weights
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
