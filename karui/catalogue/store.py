@@ -46,13 +46,17 @@ def staging(root: Path) -> Iterator[Path]:
         folder = root / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
     except OSError as error:
-        raise KaruiError(f"the cache {root} cannot be written ({error.strerror}); set KARUI_CACHE to a folder that can.") from error
+        raise KaruiError(
+            f"the cache {root} cannot be written ({error.strerror}); set KARUI_CACHE to a folder that can."
+        ) from error
     try:
         yield folder
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise KaruiError(f"no space left in {root} ({shutil.disk_usage(root).free / 1e6:,.0f} MB free); free some, or set "
-                             "KARUI_CACHE to a folder on another disk. Nothing was left behind.") from error
+            raise KaruiError(
+                f"no space left in {root} ({shutil.disk_usage(root).free / 1e6:,.0f} MB free); free some, or set "
+                "KARUI_CACHE to a folder on another disk. Nothing was left behind."
+            ) from error
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -60,7 +64,7 @@ def staging(root: Path) -> Iterator[Path]:
 
 def _alive(name: str) -> bool:
     try:
-        os.kill(int(name[len(_PREFIX):].split("-")[0]), 0)
+        os.kill(int(name[len(_PREFIX) :].split("-")[0]), 0)
     except (ValueError, ProcessLookupError):
         return False
     except PermissionError:
