@@ -1,0 +1,82 @@
+"""Unit tests of recipes: reading, overriding, and errors that name file, key and remedy."""
+
+import pytest
+import yaml
+
+from karui.configs import KaruiError, Recipe
+from karui.configs.recipe import shipped_recipes
+
+MINIMAL = {"model": "smollm2-135m", "data": {"train": "gsm8k-sample"}}
+
+
+def write(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    return path
+
+
+def test_minimal_recipe_has_defaults(tmp_path):
+    recipe = Recipe.load(write(tmp_path, MINIMAL))
+    assert recipe.name == "mine" and recipe.model.name == "smollm2-135m" and recipe.optim.epochs == 1.0
+    assert str(recipe.output) == "runs/mine"
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_load_and_survive_a_round_trip(name):
+    recipe = Recipe.load(name)
+    assert Recipe.build(recipe.dump()) == recipe
+
+
+def test_qlora_defaults_to_a_double_quantized_nf4_base(tmp_path):
+    recipe = Recipe.load(write(tmp_path, MINIMAL | {"prepare": [{"method": "qlora"}]}))
+    assert str(recipe.prepare[0].base) == "nf4dq"
+
+
+def test_overrides_reach_every_depth(tmp_path):
+    path = write(tmp_path, MINIMAL | {"prepare": [{"method": "qlora"}]})
+    recipe = Recipe.load(
+        path, ["optim.lr=1e-4", "prepare.0.rank=8", "model.dtype=float16", "eval.questions=[a, b]", "track.to=none"]
+    )
+    assert (recipe.optim.lr, recipe.prepare[0].rank, recipe.model.dtype) == (1e-4, 8, "float16")
+    assert recipe.eval.questions == ("a", "b") and recipe.track.to == "none"
+
+
+@pytest.mark.parametrize("override, message", [
+    ("optim.lrr=1", r"mine.yaml: unknown key 'optim.lrr'; valid here: name, lr, .* Did you mean 'lr'"),
+    ("prepare.0.rnak=3", "unknown key 'prepare.0.rnak'.*Did you mean 'rank'"),
+    ("optin.lr=1", "unknown key 'optin'.*Did you mean 'optim'"),
+    ("optim.lr=-1", "optim.lr: .*greater than 0.*given: -1"),
+    ("prepare.0.base=w4q3", "prepare.0.base: .*w4q3"),
+    ("prepare.0.base=none", "qlora needs a quantized base"),
+    ("prepare.3.rank=1", "'3' is not an index"),
+    ("optim", "expected key=value"),
+    ("optim.lr=[1", "malformed YAML"),
+    ("track.to=wandbb", "track.to: .*'wandb', 'tensorboard' or 'none'")])  # fmt: skip
+def test_bad_values_are_explained(tmp_path, override, message):
+    path = write(tmp_path, MINIMAL | {"prepare": [{"method": "qlora"}]})
+    with pytest.raises(KaruiError, match=message):
+        Recipe.load(path, [override])
+
+
+@pytest.mark.parametrize("text, message", [
+    ("model: [unclosed", r"mine.yaml:1:\d+: malformed YAML"), ("", "holds nothing"), ("- a\n- b\n", "holds list"),
+    ("model: smollm2-135m\n", "key 'data' is required and missing"), ("model: m\ndata: {}\n", "key 'data.train' is required")])  # fmt: skip
+def test_malformed_files(tmp_path, text, message):
+    with pytest.raises(KaruiError, match=message):
+        Recipe.load(write(tmp_path, text))
+
+
+def test_not_text(tmp_path):
+    (tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(KaruiError, match="not a text file"):
+        Recipe.load(tmp_path / "mine.yaml")
+
+
+def test_missing_recipe_lists_the_shipped_ones():
+    with pytest.raises(KaruiError, match="no shipped recipe of that name; shipped: .*qlora.* Did you mean 'qlora'"):
+        Recipe.load("qlorra")
+
+
+def test_frozen(tmp_path):
+    with pytest.raises(ValueError, match="frozen"):
+        Recipe.load(write(tmp_path, MINIMAL)).optim.lr = 1.0
