@@ -1,0 +1,187 @@
+"""`karui`: thin verbs over the library. Everything heavy is imported inside the verb that needs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from karui import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="karui: train a language model to be light, then run it.",
+)
+
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key, e.g. --set optim.lr=1e-4.")
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
+Runner = Annotated[str, typer.Option(help="auto, native (C++ on the CPU) or torch.")]
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"karui {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def models(as_json: Json = None) -> None:
+    """List the models karui knows by name, and which are on this machine."""
+    from karui.catalogue import entries
+
+    rows = entries()
+    columns = ["name", "parameters", "fp32", "licence", "here", "source"]
+    cells = [
+        [
+            r["name"],
+            f"{r['parameters'] / 1e6:.0f} M",
+            f"{r['fp32_bytes'] / 1e6:.0f} MB",
+            r["licence"],
+            "yes" if r["cached"] else "no",
+            r["source"],
+        ]
+        for r in rows
+    ]
+    _table(columns, cells)
+    _write_json(as_json, rows)
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe.")] = None) -> None:
+    """List the shipped recipes, or print one to copy and change."""
+    from karui.configs.recipe import find_recipe, shipped_recipes
+
+    if name:
+        typer.echo(find_recipe(name).read_text(encoding="utf-8").rstrip())
+        return
+    for key, path in shipped_recipes().items():
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        typer.echo(f"{key:<16} {first.lstrip('# ')}")
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
+    overrides: Set = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and what would happen; train nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+) -> None:
+    """Run a recipe: fine-tune, export, check, compare. The same as `accelerate launch -m karui.trainers.run RECIPE`."""
+    from karui.trainers.pipeline import run_pipeline
+
+    run_pipeline(recipe, overrides or (), dry_run=dry_run, resume=resume)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the bundle goes; must not exist.")],
+    spec: Annotated[str, typer.Option(help="Grid of the block linears, e.g. w4g32, w8, w1.58, none.")] = "w4g32",
+    embedding: Annotated[str, typer.Option(help="Grid of the embedding and the output head.")] = "w8",
+) -> None:
+    """Merge a run's adapter, quantize, write a bundle, and put it in place only after the parity gate."""
+    from karui.trainers.pipeline import export_run
+
+    export_run(run, spec=spec, embedding=embedding, output=output)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A bundle, a model folder, or a catalogue name.")],
+    prompt: Annotated[str, typer.Argument(help="What to answer; `-` reads standard input.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
+    seed: Annotated[int, typer.Option()] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    speculate: Annotated[str | None, typer.Option(help="Lossless speculation, e.g. ngram:5.")] = None,
+    runner: Runner = "auto",
+) -> None:
+    """Answer one prompt, streaming."""
+    from karui.trainers.talk import answer
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    answer(model, text, sampling, raw=raw, runner=runner, speculate=speculate)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="A bundle, a model folder, or a catalogue name.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens at most per turn.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    runner: Runner = "auto",
+) -> None:
+    """Talk with a model; an empty line or Ctrl-D ends it."""
+    from karui.trainers.talk import conversation
+
+    conversation(model, {"max_tokens": max_tokens, "temperature": temperature}, system=system, runner=runner)
+
+
+@app.command("eval")
+def evaluate(
+    models: Annotated[list[str], typer.Argument(help="Bundles, model folders or catalogue names; compared in one table.")],
+    text: Annotated[Path | None, typer.Option(help="Text file for perplexity.")] = None,
+    windows: Annotated[int | None, typer.Option(help="Only the first windows of 1024 tokens.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Held-out samples: a file or a shipped sample, e.g. gsm8k-sample-test.")
+    ] = None,
+    speed: Annotated[bool, typer.Option(help="Measure prefill and decode tokens/s.")] = True,
+    runner: Runner = "auto",
+    as_json: Json = None,
+) -> None:
+    """Perplexity, held-out loss, size on disk, tokens/s and memory of one or more models, in one table."""
+    from karui.trainers.compare import compare
+
+    _write_json(as_json, compare(models, text=text, windows=windows, data=data, speed=speed, runner=runner))
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the run goes.")] = Path("runs/demo"),
+) -> None:
+    """The whole path on a real model: fetch, fine-tune on a 4-bit base, export, parity gate, compare, answer."""
+    from karui.trainers.demo import run_demo
+
+    run_demo(output)
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _write_json(path: Path | None, value: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Console entry: a user's mistake prints its message and exits with 2, without a traceback."""
+    from karui.configs.errors import KaruiError
+
+    try:
+        app()
+    except KaruiError as error:
+        typer.secho(f"karui: {error}", fg="red", err=True)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
