@@ -163,7 +163,9 @@ def _unreachable() -> str:
 
     The library itself retries for far longer. A thread, because a name lookup has no time limit of its own.
     """
-    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    from huggingface_hub.constants import ENDPOINT
+
+    url = ENDPOINT.rstrip("/")
     outcome: list[str] = []
 
     def probe() -> None:
