@@ -1,0 +1,75 @@
+"""`SpeculationConfig`: which proposer, how long its drafts, with a short spelling for recipes and command lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from karui.configs.errors import KaruiError, nearest
+
+METHODS = ("none", "ngram", "draft", "lookahead", "medusa", "eagle3")
+SPELLINGS = "none, ngram[:K], draft:PATH[:K], lookahead[:N,W,G], medusa[:NODES], eagle3[:DEPTH]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """How an engine speculates. `parse` and `str` are inverse.
+
+    Attributes:
+        method: one of `METHODS`.
+        k: drafted tokens: length (ngram, draft), depth (eagle3), most nodes (medusa); unused by lookahead.
+        path: the draft model's folder or catalogue name.
+        n_min, n_max: shortest and longest match of prompt lookup.
+        lookahead: (N, W, G): n-gram length, window columns, guesses verified per step.
+        width, nodes: beam width and kept nodes of eagle3's tree; width 1 drafts a chain.
+        adaptive: switch off while it does not pay (timings decide when; the tokens are the same either way).
+        typical: accept by Medusa's typical acceptance. LOSSY: the output is no longer the target's.
+    """
+
+    method: str = "none"
+    k: int = 5
+    path: str | None = None
+    n_min: int = 2
+    n_max: int = 4
+    lookahead: tuple[int, int, int] = (5, 7, 7)
+    width: int = 4
+    nodes: int = 24
+    adaptive: bool = True
+    typical: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise KaruiError(f"speculation: unknown method {self.method!r}; valid: {SPELLINGS}.{nearest(self.method, METHODS)}")
+        if not 1 <= self.k <= 63:
+            raise KaruiError(f"speculation: {self.method} drafts 1 to 63 tokens, got {self.k}.")
+        if (self.path is not None) != (self.method == "draft"):
+            raise KaruiError("speculation: a path belongs to draft:PATH[:K] and to nothing else.")
+        if self.typical and self.method not in ("medusa", "eagle3"):
+            raise KaruiError(f"speculation: typical acceptance goes with medusa or eagle3, not with {self.method}.")
+
+    @staticmethod
+    def parse(text: str) -> SpeculationConfig:
+        """Read the short spelling. Raises `KaruiError` naming the valid ones."""
+        method, _, rest = text.strip().partition(":")
+        if method == "draft":
+            path, _, k = rest.rpartition(":")
+            if not path or not k.isdigit():
+                path, k = rest, "4"
+            if not path:
+                raise KaruiError(f"speculation {text!r}: draft needs a model, as in draft:PATH:4.")
+            return SpeculationConfig(method=method, path=path, k=int(k))
+        if method == "lookahead" and rest:
+            parts = rest.split(",")
+            if len(parts) != 3 or not all(p.isdigit() for p in parts):
+                raise KaruiError(f"speculation {text!r}: lookahead takes N,W,G as in lookahead:5,7,7.")
+            return SpeculationConfig(method=method, lookahead=(int(parts[0]), int(parts[1]), int(parts[2])))
+        default = {"medusa": 24}.get(method, 5)
+        if rest and (not rest.isdigit() or method in ("none", "lookahead")):
+            raise KaruiError(f"speculation {text!r}: cannot read {rest!r}; valid: {SPELLINGS}.")
+        return SpeculationConfig(method=method, k=int(rest) if rest else default)
+
+    def __str__(self) -> str:
+        if self.method == "draft":
+            return f"draft:{self.path}:{self.k}"
+        if self.method == "lookahead":
+            return "lookahead:{},{},{}".format(*self.lookahead)
+        return "none" if self.method == "none" else f"{self.method}:{self.k}"

@@ -1,0 +1,148 @@
+"""A small model of the same vocabulary drafts, the large one verifies (Leviathan et al., arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from karui.configs.errors import KaruiError
+from karui.inference.batch import Runner, StepBatch
+from karui.inference.speculative.base import NOTHING, Context, Draft, Observation
+from karui.inference.speculative.random import DRAFT, draw, uniform
+
+
+class Drafter(Protocol):
+    """A model that continues sequences; it keeps each sequence's KV between calls."""
+
+    vocab_size: int
+    max_context: int
+
+    def open(self) -> int:
+        """A new, empty sequence; returns its handle."""
+
+    def extend(self, handle: int, tokens: Sequence[int], start: int) -> torch.Tensor:
+        """Drop what lies at `start` and behind, append `tokens` there, return the last one's logits [V] fp32."""
+
+    def close(self, handle: int) -> None:
+        """Forget the sequence."""
+
+
+def check_vocabulary(target: Mapping[str, int] | int, draft: Mapping[str, int] | int) -> None:
+    """Raise `KaruiError` unless token ids mean the same to both models.
+
+    Args:
+        target, draft: the tokenizers' vocabularies (token -> id), or only the sizes when there is no tokenizer.
+    """
+    size_t, size_d = (v if isinstance(v, int) else len(v) for v in (target, draft))
+    if size_t != size_d:
+        raise KaruiError(f"draft model: its vocabulary has {size_d} tokens, the target's {size_t}. "
+                         "A draft must share the target's tokenizer; choose a smaller model of the same family.")
+    if isinstance(target, int) or isinstance(draft, int):
+        return
+    differing = [token for token, index in target.items() if draft.get(token) != index]
+    if differing:
+        raise KaruiError(f"draft model: {len(differing)} of {size_t} tokens have another id than in the target, the first is "
+                         f"{differing[0]!r} ({target[differing[0]]} there, {draft.get(differing[0])} here). "
+                         "A draft must share the target's tokenizer.")
+
+
+class DraftModelProposer:
+    """Drafts `k` tokens one by one: the drafter's argmax for a greedy request, draws from its processed distribution else."""
+
+    needs_hidden = False
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, drafter: Drafter, k: int, vocab_size: int) -> None:
+        if k < 1:
+            raise KaruiError(f"draft model: k must be at least 1, got {k}.")
+        check_vocabulary(vocab_size, drafter.vocab_size)
+        self.drafter, self.k = drafter, k
+        self.handle: int | None = None
+        self.cached: list[int] = []
+
+    def reset(self) -> None:
+        if self.handle is not None:
+            self.drafter.close(self.handle)
+        self.handle, self.cached = None, []
+
+    def observe(self, seen: Observation) -> None:
+        """Nothing to do: `propose` rolls its KV back to where the sequence left the draft."""
+
+    def propose(self, context: Context) -> Draft:
+        length = len(context.tokens)
+        count = min(self.k, context.limit, self.drafter.max_context - length + 1)
+        if count < 1:
+            return NOTHING
+        if self.handle is None:
+            self.handle = self.drafter.open()
+        # Everything up to the first difference is still good; the root's logits are needed, so it is always run.
+        keep = 0
+        for known, token in zip(self.cached, context.tokens[:-1], strict=False):
+            if known != token:
+                break
+            keep += 1
+        pending, start = list(context.tokens[keep:]), keep
+        self.cached = list(context.tokens)
+        tokens: list[int] = []
+        rows: list[np.ndarray] = []
+        while True:
+            logits = self.drafter.extend(self.handle, pending, start)
+            start += len(pending)
+            if context.distribution is None:
+                tokens.append(int(logits.argmax()))
+            else:
+                rows.append(np.asarray(context.distribution(logits), dtype=np.float64))
+                tokens.append(draw(rows[-1], uniform(context.seed, length + len(tokens), DRAFT)))
+            if len(tokens) == count:
+                return Draft(tokens=tokens, q=np.stack(rows) if rows else None)
+            pending = tokens[-1:]
+            self.cached.append(tokens[-1])
+
+
+class RunnerDrafter:
+    """A `Drafter` over any `Runner`: each sequence owns a list of blocks, taken from and returned to a small pool."""
+
+    def __init__(self, runner: Runner, *, max_context: int, max_sequences: int = 8, block_size: int = 16,
+                 kv_dtype: str = "float32", chunk: int = 512) -> None:
+        self.runner, self.block_size, self.chunk = runner, block_size, chunk
+        self.vocab_size = runner.config.vocab_size
+        self.max_context = min(max_context, runner.config.max_context)
+        per_sequence = -(-self.max_context // block_size)
+        runner.allocate(per_sequence * max_sequences, block_size, kv_dtype)
+        self.free = list(range(per_sequence * max_sequences))[::-1]
+        self.tables: dict[int, list[int]] = {}
+        self.next_handle = 0
+
+    def open(self) -> int:
+        handle, self.next_handle = self.next_handle, self.next_handle + 1
+        self.tables[handle] = []
+        return handle
+
+    def close(self, handle: int) -> None:
+        self.free += self.tables.pop(handle)[::-1]
+
+    def extend(self, handle: int, tokens: Sequence[int], start: int) -> torch.Tensor:
+        table = self.tables[handle]
+        end = start + len(tokens)
+        while len(table) * self.block_size < end:
+            if not self.free:
+                raise KaruiError("draft model: its KV memory is full; raise max_sequences or run fewer requests at once.")
+            table.append(self.free.pop())
+        logits = torch.empty(0)
+        for at in range(start, end, self.chunk):
+            part = list(tokens[at - start:at - start + self.chunk])
+            positions = range(at, at + len(part))
+            slots = [table[p // self.block_size] * self.block_size + p % self.block_size for p in positions]
+            last = at + len(part) == end
+
+            def ints(values: Sequence[int]) -> torch.Tensor:
+                return torch.tensor(values, dtype=torch.int32)
+
+            logits = self.runner.forward(StepBatch(
+                tokens=ints(part), positions=ints(positions), slots=ints(slots), query_starts=ints([0, len(part)]),
+                context_lens=ints([at + len(part)]), block_tables=ints(table)[None],
+                logit_rows=ints([len(part) - 1] if last else []))).logits
+        return logits[0]

@@ -1,0 +1,143 @@
+"""From a `SpeculationConfig` to one proposer per request; heads and draft models are loaded once and shared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from karui.configs.errors import CorruptError, KaruiError
+from karui.inference.models.config import ModelConfig
+from karui.inference.speculative.base import Proposer
+from karui.inference.speculative.config import SpeculationConfig
+from karui.inference.speculative.draft_model import Drafter, DraftModelProposer
+from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer
+from karui.inference.speculative.lookahead import LookaheadProposer
+from karui.inference.speculative.medusa import DEFAULT_CHOICES, MedusaHeads, MedusaProposer
+from karui.inference.speculative.ngram import NgramProposer
+
+MEDUSA_FILE, EAGLE3_FILE = "medusa.safetensors", "eagle3.safetensors"
+
+
+class Speculator:
+    """Makes proposers: `Speculator(config, ...).new()` per request.
+
+    Args:
+        config: what to speculate with.
+        model: the target's configuration.
+        heads: folder that holds `medusa.safetensors` or `eagle3.safetensors` (the bundle), or the loaded module.
+        embed: the target's embedding lookup, ids [n] -> [n, H] (eagle3).
+        drafter: the draft model, already opened (draft).
+    Raises:
+        KaruiError: a method's ingredient is missing or does not fit the target.
+    """
+
+    def __init__(self, config: SpeculationConfig, model: ModelConfig, *, heads: Path | MedusaHeads | Eagle3 | None = None,
+                 embed: Callable[[torch.Tensor], torch.Tensor] | None = None, drafter: Drafter | None = None) -> None:
+        self.config, self.model, self.embed, self.drafter = config, model, embed, drafter
+        self.medusa: MedusaHeads | None = None
+        self.eagle3: Eagle3 | None = None
+        self.choices: tuple[tuple[int, ...], ...] = DEFAULT_CHOICES
+        if config.method == "medusa":
+            if isinstance(heads, MedusaHeads):
+                self.medusa = heads
+            else:
+                self.medusa, self.choices = load_medusa(_folder(heads, "medusa"))
+            given = (self.medusa.hidden_size, self.medusa.vocab_size)
+            if given != (model.hidden_size, model.vocab_size):
+                raise KaruiError(f"medusa heads have (hidden, vocabulary) sizes {given}, "
+                                 f"the model {model.hidden_size, model.vocab_size}.")
+        elif config.method == "eagle3":
+            self.eagle3 = heads if isinstance(heads, Eagle3) else load_eagle3(_folder(heads, "eagle3"))
+            c = self.eagle3.config
+            if (c.vocab_size, c.hidden_size) != (model.vocab_size, model.hidden_size) or max(c.aux_layers) >= model.num_layers:
+                raise KaruiError(f"eagle3 head: made for hidden {c.hidden_size}, {c.vocab_size} tokens, layers {c.aux_layers}, "
+                                 f"but the model has {model.hidden_size}, {model.vocab_size}, {model.num_layers} layers.")
+            if embed is None:
+                raise KaruiError("eagle3 needs the target's embedding lookup.")
+        elif config.method == "draft" and drafter is None:
+            raise KaruiError(f"speculation {config}: the draft model {config.path!r} was not loaded.")
+        self.new().reset()      # a bad size is an error now, not at the first request
+
+    def new(self) -> Proposer:
+        """A proposer for one request."""
+        c = self.config
+        if c.method == "ngram":
+            return NgramProposer(c.k, c.n_max, c.n_min)
+        if c.method == "lookahead":
+            return LookaheadProposer(*c.lookahead)
+        if c.method == "draft":
+            assert self.drafter is not None
+            return DraftModelProposer(self.drafter, c.k, self.model.vocab_size)
+        if c.method == "medusa":
+            assert self.medusa is not None
+            return MedusaProposer(self.medusa, self.choices[:c.k])
+        if c.method == "eagle3":
+            assert self.eagle3 is not None and self.embed is not None
+            return Eagle3Proposer(self.eagle3, self.embed, c.k, c.width, c.nodes)
+        raise KaruiError("speculation is off (method none); there is no proposer to make.")
+
+
+def _folder(heads: object, method: str) -> Path:
+    if not isinstance(heads, Path):
+        raise KaruiError(f"speculation {method}: the model holds no {method} heads; give a bundle that does.")
+    return heads
+
+
+def save_medusa(heads: MedusaHeads, folder: Path, choices: tuple[tuple[int, ...], ...] = DEFAULT_CHOICES) -> None:
+    """Write `medusa.safetensors`, topology in its metadata; atomically."""
+    _save(folder / MEDUSA_FILE, heads.tensors(), {"choices": json.dumps(choices)})
+
+
+def load_medusa(folder: Path) -> tuple[MedusaHeads, tuple[tuple[int, ...], ...]]:
+    """Heads and topology. Raises `KaruiError` without the file, `CorruptError` when it is damaged."""
+    tensors, metadata = _load(folder / MEDUSA_FILE, "medusa")
+    try:
+        choices = tuple(tuple(int(r) for r in c) for c in json.loads(metadata.get("choices", "null")) or DEFAULT_CHOICES)
+    except (TypeError, ValueError) as error:
+        raise CorruptError(f"{folder / MEDUSA_FILE}: its tree topology cannot be read: {error}") from error
+    return MedusaHeads.from_tensors(tensors), choices
+
+
+def save_eagle3(model: Eagle3, folder: Path) -> None:
+    """Write `eagle3.safetensors`, configuration in its metadata; atomically."""
+    _save(folder / EAGLE3_FILE, model.tensors(), {"config": json.dumps(asdict(model.config))})
+
+
+def load_eagle3(folder: Path) -> Eagle3:
+    """Raises `KaruiError` without the file, `CorruptError` when it is damaged."""
+    tensors, metadata = _load(folder / EAGLE3_FILE, "eagle3")
+    try:
+        values = json.loads(metadata["config"])
+        config = Eagle3Config(**{**values, "aux_layers": tuple(values["aux_layers"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"{folder / EAGLE3_FILE}: its configuration cannot be read: {error}") from error
+    return Eagle3.from_tensors(config, tensors)
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(path.name + ".tmp")
+    save_file(tensors, temporary, metadata=metadata)
+    temporary.replace(path)
+
+
+def _load(path: Path, method: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise KaruiError(f"speculation {method}: {path} does not exist; the model folder holds no {method} heads.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise CorruptError(f"{path}: not a readable safetensors file ({error}); copy it again.") from error
+    bad = [name for name, value in tensors.items() if value.is_floating_point() and not torch.isfinite(value).all()]
+    if bad:
+        raise CorruptError(f"{path}: {bad[0]} holds values that are not finite.")
+    return tensors, metadata
