@@ -153,7 +153,7 @@ def test_an_unreachable_hub_costs_seconds_not_minutes(cache, monkeypatch):
     with socket.socket() as silent:  # accepts the connection and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         monkeypatch.setattr(resolver, "PROBE_SECONDS", 0.3)
         began = time.monotonic()
