@@ -1,6 +1,6 @@
 """GGUF -> an ordinary Hugging Face folder in fp32, in seconds.
 
-`transformers` can load GGUF too, but takes over a minute for 135M parameters and leaves a quantization config that
+`transformers` can load GGUF too, but takes several times as long and leaves a quantization config that
 forbids saving. Here every tensor is dequantized by the `gguf` package, llama's q/k row order is undone, and config and
 tokenizer are rebuilt from the metadata. The file format and the permutation:
 llama.cpp, docs of GGUF v3 and `convert_hf_to_gguf.py` (`LlamaModel.permute`).

@@ -1,0 +1,219 @@
+"""`export_model`: a model folder, and perhaps an adapter, become a quantized bundle.
+
+Tensor by tensor: merge the adapter in fp32, put linears of the blocks on their grid, embedding and head on theirs, keep the rest.
+What happened to every tensor, and why, is in the report and in the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from karui.catalogue.store import sha256_file
+from karui.configs.errors import KaruiError, nearest
+from karui.configs.manifest import Manifest
+from karui.configs.quantspec import QuantSpec
+from karui.inference.bundle.layout import DTYPE_NAMES
+from karui.inference.bundle.merge import Adapter, load_adapter
+from karui.inference.bundle.reader import ModelFolder, is_bundle, read_model_folder, weight_files
+from karui.inference.bundle.writer import Parity, write
+from karui.kernels.qtensor import QTensor
+from karui.kernels.quantize import quantize
+
+log = logging.getLogger(__name__)
+Specs = str | QuantSpec | Mapping[str, str | QuantSpec]
+_EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
+_BLOCK = re.compile(r".*\.layers\.\d+\..*\.weight")
+_ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate)\.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """What became of one tensor. `error` is ||w - q|| / ||w||, 0 for one kept."""
+
+    name: str
+    fate: str
+    why: str
+    spec: str
+    num_values: int
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What `export_model` did. `fp32_bytes` counts every weight once at four bytes, tied ones too."""
+
+    path: Path
+    manifest: Manifest
+    fates: tuple[Fate, ...]
+    bundle_bytes: int
+    fp32_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the whole bundle folder over those of the fp32 weights."""
+        return self.bundle_bytes / self.fp32_bytes
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One row per (fate, spec, why): tensors, values, mean relative error."""
+        rows: dict[tuple[str, str, str], list[Fate]] = {}
+        for fate in self.fates:
+            rows.setdefault((fate.fate, fate.spec, fate.why), []).append(fate)
+        return [
+            {"fate": f, "spec": s, "why": w, "tensors": len(group), "values": sum(x.num_values for x in group),
+             "error": sum(x.error for x in group) / len(group)}
+            for (f, s, w), group in rows.items()
+        ]  # fmt: skip
+
+
+def export_model(
+    source: str | Path,
+    spec: Specs,
+    output: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    base_spec: str | QuantSpec | None = None,
+    embedding_spec: str | QuantSpec = "w8",
+    recipe: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    parity: Parity | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> ExportReport:
+    """Merge, quantize and write.
+
+    Args:
+        source: an unquantized Hugging Face folder.
+        spec: the grid of every block linear, or {pattern: grid}. A pattern is a shell pattern over module names
+            (`*.mlp.down_proj`, `model.layers.0.*`); the first that matches counts; a linear that none matches is kept.
+        adapter: a peft LoRA or DoRA folder to merge first.
+        base_spec: the grid the base had while the adapter was trained (QLoRA): adapted weights are put on it before the
+            merge, so that what is exported is the model that was trained.
+        embedding_spec: the grid of embedding and output head, the largest matrices of a small model; `none` keeps them. By
+            default int8 with a scale per row, that is per token of the vocabulary.
+        parity: see `karui.inference.bundle.writer.Parity`.
+        progress: called with (tensors done, of how many, name).
+
+    Raises:
+        KaruiError: quantized already, a group size that does not divide a tensor (named, with sizes that do), NaN weights
+            (named), a pattern or adapter that matches nothing, a target that exists, a full disk, parity not met.
+    """
+    source = Path(source)
+    if is_bundle(source):
+        raise KaruiError(f"{source} is a bundle, so it is quantized already; export from the model folder it was made of.")
+    model = read_model_folder(source)
+    lora = load_adapter(adapter) if adapter is not None else None
+    grids = _Grids(spec, embedding_spec, model)
+    if lora is not None:
+        _check_adapter(lora, model)
+    base = QuantSpec.parse(str(base_spec)) if base_spec is not None else None
+
+    weights: dict[str, QTensor | torch.Tensor] = {}
+    fates, dtypes, fp32_bytes = [], {}, 0
+    for done, name in enumerate(model.names):
+        w = model.weight(name)
+        dtypes[name] = DTYPE_NAMES[w.dtype]
+        fp32_bytes += 4 * w.numel()
+        if lora is not None and lora.changes(name):
+            if base is not None and base.format != "none":
+                w = quantize(w, base, name=name).dequantize()
+            w = lora.apply(name, w)
+        grid, why = grids.of(name, w)
+        if grid.format == "none":
+            # Norms and biases are a fraction of a percent of the bytes and the runtime computes with them in fp32.
+            weights[name] = w.float() if w.dim() < 2 else w
+            fates.append(Fate(name=name, fate="kept", why=why, spec="none", num_values=w.numel(), error=0.0))
+        else:
+            q = weights[name] = quantize(w, grid, name=name)
+            error = float((w.float() - q.dequantize()).norm() / w.float().norm().clamp(min=1e-30))
+            fates.append(Fate(name=name, fate="quantized", why=why, spec=str(grid), num_values=w.numel(), error=error))
+        if progress is not None:
+            progress(done + 1, len(model.names), name)
+
+    for (fate, grid_name, why), count in Counter((f.fate, f.spec, f.why) for f in fates).items():
+        log.info("%d tensors %s%s: %s", count, fate, "" if fate == "kept" else f" to {grid_name}", why)
+    manifest = write(
+        output,
+        weights,
+        model.config,
+        tokenizer_dir=source,
+        recipe=recipe,
+        provenance={
+            "source_model": source.name,
+            "base_sha256": _base_sha256(source),
+            "adapter": Path(adapter).name if adapter is not None else "",
+            **(provenance or {}),
+        },
+        fates={f.name: (f.fate, f.why) for f in fates},
+        source_dtypes=dtypes,
+        tied=model.tied,
+        parity=parity,
+        overwrite=overwrite,
+    )
+    size = sum(p.stat().st_size for p in Path(output).rglob("*") if p.is_file())
+    return ExportReport(path=Path(output), manifest=manifest, fates=tuple(fates), bundle_bytes=size, fp32_bytes=fp32_bytes)
+
+
+class _Grids:
+    """Which grid each tensor gets, and why."""
+
+    def __init__(self, spec: Specs, embedding: str | QuantSpec, model: ModelFolder) -> None:
+        patterns = spec if isinstance(spec, Mapping) else {"*": spec}
+        self._patterns = {pattern: QuantSpec.parse(str(s)) for pattern, s in patterns.items()}
+        self._embedding = QuantSpec.parse(str(embedding))
+        self._tied = {group[0]: group[1:] for group in model.tied}
+        self._single = not isinstance(spec, Mapping)
+        modules = [n.removesuffix(".weight") for n in model.names if _BLOCK.fullmatch(n)]
+        for pattern in self._patterns:
+            if not any(fnmatchcase(module, pattern) for module in modules):
+                parts = {m.rsplit(".", 1)[-1] for m in modules}
+                raise KaruiError(
+                    f"export pattern {pattern!r} matches no linear layer of the model; layers end in {', '.join(sorted(parts))}."
+                    f"{nearest(pattern.strip('*.'), parts)}"
+                )
+
+    def of(self, name: str, w: torch.Tensor) -> tuple[QuantSpec, str]:
+        none = QuantSpec.parse("none")
+        if name in _EMBEDDINGS:
+            role = "embedding" if name == _EMBEDDINGS[0] else "output head"
+            if name in self._tied:
+                role += f", tied with {', '.join(self._tied[name])}"
+            return self._embedding, role
+        if w.dim() < 2:
+            return none, "norm or bias"
+        if not _BLOCK.fullmatch(name):
+            return none, "not a linear of a block"
+        if _ROUTER.fullmatch(name):
+            return none, "router: small, and its choices are sensitive to rounding"
+        module = name.removesuffix(".weight")
+        for pattern, spec in self._patterns.items():
+            if fnmatchcase(module, pattern):
+                reason = "linear of a block" if self._single else f"matches {pattern!r}"
+                return spec, reason if spec.format != "none" else f"{reason}, to be kept"
+        return none, "no pattern matches it"
+
+
+def _check_adapter(adapter: Adapter, model: ModelFolder) -> None:
+    if unknown := sorted(adapter.names() - set(model.names)):
+        tied = {name for group in model.tied for name in group[1:]}
+        if tied & set(unknown):
+            raise KaruiError(f"{adapter.folder} trains {unknown[0]}, which is tied to the embedding here; untie it first.")
+        raise KaruiError(
+            f"{adapter.folder} changes {len(unknown)} weights the model does not have: {', '.join(unknown[:3])}; "
+            "it was trained on another model."
+        )
+
+
+def _base_sha256(folder: Path) -> str:
+    """sha256 of the weight file; of several: sha256 over their digests in name order."""
+    digests = [sha256_file(path) for path in weight_files(folder)]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

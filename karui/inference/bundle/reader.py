@@ -1,0 +1,293 @@
+"""`open_model(path)`: a bundle or a plain model folder, mapped from disk; packed weights stay packed until asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
+from karui.configs.manifest import MANIFEST_NAME, FileRecord, Manifest
+from karui.configs.quantspec import QuantSpec
+from karui.inference.bundle.layout import check_finite, check_parts, from_parts
+from karui.inference.bundle.writer import sha256_tensor
+from karui.kernels.qtensor import QTensor
+
+Verify = Literal["full", "quick"]
+Weight = QTensor | torch.Tensor
+
+
+def is_bundle(path: str | Path) -> bool:
+    """Whether the folder holds karui's own format (`manifest.json` of kind karui-bundle); its contents are not checked."""
+    try:
+        content = json.loads((Path(path) / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("kind") == "karui-bundle"
+
+
+class Weights(Mapping[str, Weight]):
+    """name -> QTensor or Tensor, read and checked when asked for, not kept. A tied name is not a key; see `Opened.tied`."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+
+    def __getitem__(self, name: str) -> Weight:
+        return self._opened.weight(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._opened.names)
+
+    def __len__(self) -> int:
+        return len(self._opened.names)
+
+
+class Opened(ABC):
+    """What the engine loads, whatever the format on disk.
+
+    Attributes:
+        path: the folder (or file) that was opened.
+        config: the Hugging Face config of the model, as a dict.
+        tokenizer_path: the folder that holds the tokenizer's files.
+        names: logical names of the stored tensors.
+        tied: groups of names that share a tensor; the first of each is the stored one.
+        manifest: of a bundle, else None.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tokenizer_path: Path
+    names: tuple[str, ...]
+    tied: tuple[tuple[str, ...], ...] = ()
+    manifest: Manifest | None = None
+
+    @abstractmethod
+    def spec(self, name: str) -> QuantSpec:
+        """The grid of a tensor; `none` for one in high precision."""
+
+    @abstractmethod
+    def weight(self, name: str) -> Weight:
+        """One tensor, its codes unpacked. Raises `CorruptError` naming it when its form or its scales are wrong."""
+
+    @abstractmethod
+    def packed(self, name: str) -> dict[str, torch.Tensor]:
+        """The stored parts of one tensor, mapped from disk: codes (packed), scale, ...; {"": tensor} in high precision."""
+
+    def weights(self) -> Weights:
+        """All tensors as a lazy mapping; `dict(opened.weights())` reads them all."""
+        return Weights(self)
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes on disk of everything that belongs to the model."""
+
+
+class SafetensorsFiles:
+    """Several safetensors files as one mapping of mapped tensors."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                handle = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise CorruptError(f"{path} is missing.") from error
+            except (SafetensorError, OSError) as error:
+                raise CorruptError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again.") from error
+            for name in handle.keys():  # noqa: SIM118  (not a dict)
+                if name in self._files:
+                    raise CorruptError(f"{path}: tensor {name} is in another file too.")
+                self._files[name] = handle
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._files[name].get_tensor(name)
+
+
+class Bundle(Opened):
+    """karui's own format; see `karui.configs.manifest.FORMAT`. Made by `read`."""
+
+    manifest: Manifest
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = self.tokenizer_path = path
+        self.manifest = manifest
+        self.config = dict(manifest.model)
+        self.names = tuple(manifest.tensors)
+        self.tied = manifest.tied
+        self._files = SafetensorsFiles([path / name for name in manifest.weight_files])
+        wanted = {s for name, record in manifest.tensors.items() for s in record.stored_names(name).values()}
+        there = set(self._files.names())
+        if missing := sorted(wanted - there):
+            raise CorruptError(f"{path}: {len(missing)} tensors of the manifest are in no weight file: {', '.join(missing[:5])}.")
+        if unconsumed := sorted(there - wanted):
+            raise CorruptError(
+                f"{path}: {len(unconsumed)} stored tensors are unknown to the manifest: {', '.join(unconsumed[:5])}."
+            )
+
+    def spec(self, name: str) -> QuantSpec:
+        return QuantSpec.parse(self._record(name).spec)
+
+    def packed(self, name: str) -> dict[str, torch.Tensor]:
+        record = self._record(name)
+        parts = {part: self._files.read(stored) for part, stored in record.stored_names(name).items()}
+        if record.spec == "none":
+            if tuple(parts[""].shape) != record.shape:
+                raise CorruptError(f"{name}: stored as {list(parts[''].shape)}, its manifest says {list(record.shape)}.")
+            check_finite(name, parts[""])
+        else:
+            check_parts(name, parts, QuantSpec.parse(record.spec), record.shape)
+        return parts
+
+    def weight(self, name: str) -> Weight:
+        record, parts = self._record(name), self.packed(name)
+        return parts[""] if record.spec == "none" else from_parts(parts, QuantSpec.parse(record.spec), record.shape)
+
+    def nbytes(self) -> int:
+        return sum(p.stat().st_size for p in self.path.rglob("*") if p.is_file())
+
+    def verify_hashes(self) -> None:
+        """Hash every stored part against the manifest. Raises `CorruptError` naming the first that differs."""
+        for name, record in self.manifest.tensors.items():
+            for part, stored in record.stored_names(name).items():
+                if sha256_tensor(self._files.read(stored)) != record.parts[part]:
+                    raise CorruptError(
+                        f"{self.path}: {stored} has not the sha256 its manifest names; the file was damaged or changed."
+                    )
+
+    def _record(self, name: str) -> Any:
+        if name not in self.manifest.tensors:
+            raise KaruiError(f"{self.path} stores no tensor {name!r}.")
+        return self.manifest.tensors[name]
+
+
+def read(path: str | Path, *, verify: Verify = "quick") -> Bundle:
+    """Open a bundle.
+
+    Args:
+        verify: quick checks that every file is there, of its size, with the hashes of the small ones, and that tensors and
+            manifest agree in names; full also hashes every tensor (about a second per gigabyte). Either way scales are
+            checked when a tensor is read.
+
+    Raises:
+        KaruiError: no bundle, or of a newer schema.
+        CorruptError: a wrong hash, a missing, unknown or truncated tensor, a file outside the folder; names it.
+    """
+    folder = Path(path)
+    manifest = Manifest.read(folder)
+    for name, record in manifest.files.items():
+        _check_file(folder, name, record, hashed=True)
+    for name, record in manifest.weight_files.items():
+        _check_file(folder, name, record, hashed=False)
+    bundle = Bundle(folder, manifest)
+    if verify == "full":
+        bundle.verify_hashes()
+    return bundle
+
+
+def _check_file(folder: Path, name: str, record: FileRecord, *, hashed: bool) -> None:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CorruptError(f"{folder}: {name} leads out of the bundle; a bundle holds its own files.")
+    if not path.is_file():
+        raise CorruptError(f"{folder}: {name} is missing.")
+    if path.stat().st_size != record.bytes:
+        raise CorruptError(
+            f"{path}: {path.stat().st_size:,} bytes, its manifest says {record.bytes:,}; the file is truncated or changed."
+        )
+    if hashed and hashlib.sha256(path.read_bytes()).hexdigest() != record.sha256:
+        raise CorruptError(f"{path} has not the sha256 its manifest names; the file was damaged or changed.")
+
+
+class ModelFolder(Opened):
+    """A plain Hugging Face folder: config.json, safetensors, tokenizer. Made by `read_model_folder`."""
+
+    def __init__(self, path: Path, config: dict[str, Any], files: SafetensorsFiles) -> None:
+        self.path = self.tokenizer_path = path
+        self.config = config
+        self._files = files
+        names = files.names()
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        if config.get("tie_word_embeddings") and embedding in names:
+            if head in names and not torch.equal(files.read(head), files.read(embedding)):
+                raise CorruptError(f"{path}: {head} differs from {embedding}, but config.json ties them (tie_word_embeddings).")
+            names = [name for name in names if name != head]
+            self.tied = ((embedding, head),)
+        self.names = tuple(names)
+
+    def spec(self, name: str) -> QuantSpec:
+        return QuantSpec.parse("none")
+
+    def packed(self, name: str) -> dict[str, torch.Tensor]:
+        if name not in self._files:
+            raise KaruiError(f"{self.path} stores no tensor {name!r}.")
+        tensor = self._files.read(name)
+        check_finite(name, tensor)
+        return {"": tensor}
+
+    def weight(self, name: str) -> torch.Tensor:
+        return self.packed(name)[""]
+
+    def nbytes(self) -> int:
+        return sum(p.stat().st_size for p in self.path.iterdir() if p.is_file())
+
+
+def read_model_folder(path: str | Path) -> ModelFolder:
+    """Open an unquantized Hugging Face folder.
+
+    Raises:
+        KaruiError: no config.json or no safetensors (pickled weights are not read).
+        UnsupportedError: the config names a quantization, which this reader would misread.
+        CorruptError: a shard is missing or truncated.
+    """
+    from karui.catalogue.helpers import load_config
+
+    folder = Path(path)
+    config = load_config(folder)
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(f"{folder} is quantized already ({method}); give the unquantized model.")
+    return ModelFolder(folder, config, SafetensorsFiles(weight_files(folder)))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder: those its index names, else model.safetensors. None: `KaruiError`."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if (folder / "model.safetensors").is_file():
+            return [folder / "model.safetensors"]
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        hint = " Its weights are pickled, which karui does not read; convert them to safetensors." if pickled else ""
+        raise KaruiError(f"{folder}: no model.safetensors.{hint}")
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{index}: not a safetensors index ({error}).") from error
+    if any(not isinstance(name, str) or "/" in name or "\\" in name for name in files):
+        raise CorruptError(f"{index}: names a file outside the folder.")
+    return [folder / name for name in files]
+
+
+def open_model(path: str | Path, *, verify: Verify = "quick") -> Opened:
+    """A bundle or a plain model folder, in the same shape. `verify` as in `read`; see there for errors."""
+    folder = Path(path)
+    if is_bundle(folder):
+        return read(folder, verify=verify)
+    if (folder / MANIFEST_NAME).is_file():
+        Manifest.read(folder)  # says what is wrong with it
+    return read_model_folder(folder)
