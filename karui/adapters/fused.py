@@ -1,0 +1,63 @@
+"""peft's LoRA linear with the fused forward of `karui.kernels.lora`.
+
+peft builds layers by the base module's type; `custom_modules()` is given to `LoraConfig._register_custom_module`, which makes
+peft put this class where it would put its own. Parameter names, saving and loading stay peft's. Whatever the fused form does
+not cover (a disabled or merged adapter, several active ones, dropout in training, a trainable base, variants such as DoRA)
+runs through peft's own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as PeftLoraLinear
+from torch import nn
+
+from karui.adapters.quantized_linear import QuantizedLinear
+from karui.kernels.lora import lora_linear
+
+
+class FusedLoraLinear(PeftLoraLinear):
+    """LoRA over a frozen `nn.Linear` or `QuantizedLinear`."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        adapter = self._fusable(x) if not args and not kwargs else None
+        if adapter is None:
+            return super().forward(x, *args, **kwargs)
+        base = self.base_layer
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return lora_linear(
+                x.to(dtype), _Weight(base), base.bias, a.to(dtype), b.to(dtype), self.scaling[adapter]
+            )
+
+    def _fusable(self, x: torch.Tensor) -> str | None:
+        """The one active adapter that the fused form can serve, else None."""
+        if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
+            return None
+        adapter = self.active_adapters[0]
+        if adapter not in self.lora_A.keys() or adapter in self.lora_variant or self.lora_bias[adapter]:
+            return None
+        if self.training and not isinstance(self.lora_dropout[adapter], nn.Identity):
+            return None
+        frozen = isinstance(self.base_layer, QuantizedLinear) or not self.base_layer.weight.requires_grad
+        return adapter if frozen else None
+
+
+class _Weight:
+    """The base's weight in a dtype, made when called."""
+
+    __slots__ = ("base",)
+
+    def __init__(self, base: nn.Module) -> None:
+        self.base = base
+
+    def __call__(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.base.dequantize(dtype) if isinstance(self.base, QuantizedLinear) else self.base.weight.to(dtype)
+
+
+def custom_modules() -> dict[type[nn.Module], type[nn.Module]]:
+    """Base layer type -> LoRA layer type, for `LoraConfig._register_custom_module`."""
+    return {QuantizedLinear: FusedLoraLinear, nn.Linear: FusedLoraLinear}

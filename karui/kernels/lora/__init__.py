@@ -1,0 +1,89 @@
+"""A frozen linear with a low-rank update as one autograd node: y = x W^T + bias + s (x A^T) B^T (LoRA, arXiv 2106.09685, eq. 3).
+
+Autograd over the written-out form keeps x twice under dropout or casts, builds the base activation, the update and their sum
+as three tensors, and scales a full-size one. Here the update is accumulated into the base product and only x and x A^T are
+kept: dx = dy W + s (dy B) A, dA = s (dy B)^T x, dB = s dy^T (x A^T).
+
+W comes from a callable, so that a quantized base is dequantized when it is needed, twice, and never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Weight = Callable[[torch.dtype], torch.Tensor]
+
+
+def lora_linear(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """The layer's output [..., out].
+
+    Args:
+        x: [..., in].
+        weight: called with x's dtype, gives W [out, in]; frozen, gets no gradient. Called again in the backward pass.
+        bias: [out], frozen, or None.
+        a, b: A [rank, in] and B [out, rank], same dtype as x.
+        scaling: alpha / rank (or alpha / sqrt(rank)).
+    """
+    return _LoraLinear.apply(x, a, b, weight, bias, scaling)
+
+
+def frozen_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """y = x W^T + bias [..., out] for a frozen W made on demand; nothing is kept for the backward pass."""
+    return _FrozenLinear.apply(x, weight, bias)
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, weight: Weight, bias: torch.Tensor | None, scaling: float
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        low = rows @ a.T
+        out = _base(rows, weight, bias)
+        out.addmm_(low, b.T, alpha=scaling)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, low if ctx.needs_input_grad[2] else None, a, b)
+        ctx.weight, ctx.scaling, ctx.shape = weight, scaling, x.shape
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, low, a, b = ctx.saved_tensors
+        dy = grads[0].reshape(-1, grads[0].shape[-1])
+        dx = da = db = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            pulled = (dy @ b).mul_(ctx.scaling)  # [rows, rank]
+            if ctx.needs_input_grad[1]:
+                da = pulled.T @ rows
+            if ctx.needs_input_grad[0]:
+                dx = dy @ ctx.weight(dy.dtype)
+                dx.addmm_(pulled, a)
+                dx = dx.view(ctx.shape)
+        if ctx.needs_input_grad[2]:
+            db = (dy.T @ low).mul_(ctx.scaling)
+        return dx, da, db, None, None, None
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.weight = weight
+        return _base(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        return (grads[0] @ ctx.weight(grads[0].dtype) if ctx.needs_input_grad[0] else None), None, None
+
+
+def _base(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    w = weight(rows.dtype)
+    return rows @ w.T if bias is None else torch.addmm(bias.to(rows.dtype), rows, w.T)

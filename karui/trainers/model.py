@@ -1,0 +1,207 @@
+"""The model side of training: load, swap in the lean operations, and turn a packed batch into a loss sum.
+
+The body runs once on the ragged row [1, T]; attention goes document by document through transformers' attention interface;
+the head's logits exist only at supervised positions and only a chunk at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
+from karui.configs.recipe import ModelSection
+from karui.kernels.cross_entropy import linear_cross_entropy
+from karui.kernels.document_attention import document_attention
+from karui.kernels.rms_norm import rms_norm
+from karui.kernels.swiglu import swiglu
+from karui.trainers.data import IGNORE, PackedBatch
+
+logger = logging.getLogger(__name__)
+ATTENTION = "karui_documents"
+
+
+def load_model(section: ModelSection) -> nn.Module:
+    """A causal language model from the catalogue in the section's dtype, ready for packed training.
+
+    Raises:
+        UnsupportedError: an architecture whose logits or attention need what the packed path does not compute.
+        CorruptError: a weight file that cannot be read.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from karui.catalogue import resolve
+
+    folder = resolve(section.name)
+    register_attention()
+    transformers_logging.disable_progress_bar()
+    dtype = getattr(torch, section.dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True, trust_remote_code=False
+        )
+    except SafetensorError as error:
+        raise CorruptError(f"{folder}: a weight file cannot be read: {error}. Fetch the model again.") from error
+    except (OSError, ValueError) as error:
+        raise KaruiError(f"model {section.name!r} at {folder} cannot be loaded: {error}") from error
+    check_supported(model)
+    return model
+
+
+def check_supported(model: nn.Module) -> None:
+    """Raise `UnsupportedError` for what would be trained wrongly: scaled or capped logits, a head with a bias."""
+    config: Any = model.config
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping"):
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise UnsupportedError(f"model type {config.model_type}: {key} is not supported in training.")
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:  # type: ignore[operator]
+        raise UnsupportedError(f"model type {config.model_type}: an output head with a bias is not supported in training.")
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="karui_documents"` known to transformers; calling it again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Documents are told apart by `cu_seqlens`; no mask is built."""
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature over `document_attention`; `cu_seqlens` comes through the model's keyword arguments."""
+    cu_seqlens = kwargs.get("cu_seqlens")
+    if cu_seqlens is None:  # an ordinary call: one document per row
+        if query.shape[0] != 1:
+            raise UnsupportedError(f"{ATTENTION} takes one ragged row, got a batch of {query.shape[0]}; use sdpa for batches.")
+        cu_seqlens = torch.tensor([0, query.shape[2]])
+    window = kwargs.get("sliding_window")
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    if window is not None and longest > window:
+        raise UnsupportedError(
+            f"a document of {longest} tokens is longer than the model's sliding window of {window}; set data.max_length to {window}."
+        )
+    if dropout:
+        raise UnsupportedError("attention dropout is not supported in training; set attention_dropout to 0 in the model's config.")
+    return document_attention(query, key, value, cu_seqlens, scaling or query.shape[-1] ** -0.5), None
+
+
+class LossSum(nn.Module):
+    """(tokens, positions, cu_seqlens, targets) -> sum of the supervised tokens' losses, fp32. What DDP wraps.
+
+    Args:
+        model: a causal LM or a peft model around one, loaded with `attn_implementation="karui_documents"`.
+        chunk: supervised tokens whose logits exist at one moment.
+    """
+
+    def __init__(self, model: nn.Module, chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk = chunk
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = self.hidden(tokens, positions, cu_seqlens)
+        rows = (targets != IGNORE).nonzero().squeeze(-1)
+        head = base_model(self.model).get_output_embeddings().weight  # type: ignore[operator]
+        picked = hidden.index_select(0, rows)
+        return linear_cross_entropy(picked, head.to(picked.dtype), targets[rows], self.chunk)[0]
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """The body's last hidden states [T, H] of a ragged row."""
+        body = base_model(self.model).get_decoder()  # type: ignore[operator]
+        out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, cu_seqlens=cu_seqlens)
+        return out.last_hidden_state.squeeze(0)
+
+    def of(self, batch: PackedBatch) -> torch.Tensor:
+        """The loss sum of a batch (without going through a wrapper)."""
+        return self(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a peft model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def install_lean_ops(model: nn.Module) -> dict[str, int]:
+    """Swap RMSNorm and SwiGLU modules for forms that keep less for the backward pass; returns how many of each.
+
+    A module is swapped when it computes the same values on a probe, not because of its name, so an architecture with another
+    definition (a norm that adds 1 to its weight) keeps its own.
+    """
+    done = {"rms_norm": 0, "swiglu": 0}
+    for module in model.modules():
+        kind = _lean_kind(module)
+        if kind is not None:
+            module.forward = _LEAN[kind](module)  # type: ignore[method-assign]
+            done[kind] += 1
+    logger.info("lean operations: %d norms, %d gated products", done["rms_norm"], done["swiglu"])
+    return done
+
+
+class _LeanNorm:
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, self.norm.weight, self.norm.variance_epsilon)  # type: ignore[arg-type]
+
+
+class _LeanGate:
+    def __init__(self, mlp: nn.Module) -> None:
+        self.mlp = mlp
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp.down_proj(swiglu(self.mlp.gate_proj(x), self.mlp.up_proj(x)))  # type: ignore[operator]
+
+
+_LEAN: dict[str, Any] = {"rms_norm": _LeanNorm, "swiglu": _LeanGate}
+
+
+@torch.no_grad()
+def _lean_kind(module: nn.Module) -> str | None:
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.ndim == 1 and hasattr(module, "variance_epsilon"):
+        probe = torch.linspace(-3, 2, 2 * weight.numel(), device=weight.device, dtype=weight.dtype).view(2, -1)
+        return "rms_norm" if _same(module(probe), _LeanNorm(module)(probe)) else None
+    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if all(isinstance(p, nn.Module) for p in parts) and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation"):
+        return "swiglu"
+    return None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    tolerance = 1e-5 if a.dtype in (torch.float32, torch.float64) else 2e-2
+    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance))
+
+
+def enable_recompute(model: nn.Module) -> None:
+    """Keep only each layer's input and run the layer again in the backward pass (arXiv 1604.06174)."""
+    inner = base_model(model)
+    inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+
+
+def weights_folder(name: str) -> Path:
+    """The resolved folder of a model, for files beside the weights (tokenizer, config)."""
+    from karui.catalogue import resolve
+
+    return Path(resolve(name))

@@ -1,0 +1,350 @@
+"""From a recipe to a trained adapter or model. The same under `accelerate launch`, `torchrun` and alone.
+
+    python -m karui.trainers.run RECIPE [--set key=value] [--resume] [--dry-run]
+    accelerate launch --cpu --num_processes 2 -m karui.trainers.run RECIPE
+
+The run folder:
+    recipe.json     the recipe as it was run
+    log.jsonl       a line per step, and per evaluation
+    checkpoint-N/   see `karui.trainers.checkpoint`
+    final/          the adapter (peft's files) or the whole model
+    metrics.json    closing figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.recipe import LoraStep, Recipe
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from karui.trainers.data import SampleSet
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run left behind.
+
+    Attributes:
+        folder: the run folder.
+        final: folder of the adapter or the model; None when the run was interrupted or dry.
+        is_adapter: whether `final` is an adapter.
+        metrics: closing figures: loss, eval_loss_before, eval_loss, tokens_per_s, peak_memory_bytes, ...
+        interrupted: the signal that stopped the run, or None.
+    """
+
+    folder: Path
+    final: Path | None
+    is_adapter: bool
+    metrics: dict[str, Any] = field(default_factory=dict)
+    interrupted: str | None = None
+
+
+def run_recipe(recipe: Recipe, *, resume: bool | str | Path | None = None, dry_run: bool = False) -> RunResult:
+    """Train as the recipe says.
+
+    Args:
+        resume: True: from the newest checkpoint in the recipe's run folder; a path: from that checkpoint or run folder.
+        dry_run: print the preflight and train nothing.
+
+    Raises:
+        KaruiError: anything the recipe, the data, the model or a checkpoint makes impossible; says what to do.
+    """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    from karui.trainers import checkpoint as ckpt
+    from karui.trainers import tracking
+    from karui.trainers.loop import Loop, LoopState
+    from karui.trainers.model import LossSum, enable_recompute
+    from karui.trainers.progress import make_progress, peak_memory_bytes
+
+    folder = recipe.output
+    accelerator = Accelerator(
+        mixed_precision=recipe.run.precision, log_with=tracking.tracker_names(recipe) or None, project_dir=str(folder)  # type: ignore[arg-type]
+    )
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise UnsupportedError(
+            f"distributed mode {accelerator.distributed_type.value} is not supported; launch with DDP: "
+            f"accelerate launch --num_processes N (add --cpu without GPUs) -m karui.trainers.run RECIPE."
+        )
+    _set_threads(recipe, accelerator)
+    main = accelerator.is_main_process
+    start = ckpt.find_checkpoint(folder if resume is True else resume) if resume else None
+    setup = prepare(recipe)
+    if dry_run:
+        if main:
+            _preflight(recipe, setup)
+        return RunResult(folder=folder, final=None, is_adapter=setup.is_adapter)
+    loss = LossSum(setup.model, recipe.objective.chunk_tokens)
+    _check_isolation(recipe, loss, setup.samples)
+    if recipe.run.recompute == "full":
+        enable_recompute(setup.model)
+    optimizer: Any = make_optimizer(recipe, loss)
+    loss.to(accelerator.device)
+    module, optimizer = accelerator.prepare(loss, optimizer)
+    inner = optimizer.optimizer
+
+    state = LoopState()
+    if start is not None:
+        stored, tensors = ckpt.read_checkpoint(start)
+        ckpt.check_belongs(stored, recipe, base=setup.base, data=setup.data, source=str(start))
+        load_weights(setup, start)
+        ckpt.restore_optimizer(inner, loss, tensors, str(start))
+        state = LoopState(**stored["loop"])
+    if main:
+        _open_folder(folder, recipe, keep_steps=state.step if start is not None else None)
+    accelerator.wait_for_everyone()
+
+    def save(now: LoopState) -> None:
+        from accelerate.utils import gather_object
+
+        states = gather_object([ckpt.rng_state()])
+        if main:
+            ckpt.write_checkpoint(
+                folder, now.step,
+                {"loop": vars(now), "recipe": recipe.dump(), "base": setup.base, "data": setup.data, "rng": states,
+                 "world": accelerator.num_processes, "total": total, "torch": torch.__version__},
+                ckpt.optimizer_tensors(inner, loss), lambda scratch: save_weights(setup, scratch), recipe.run.keep,
+            )
+        accelerator.wait_for_everyone()
+
+    from karui.trainers.data import total_steps
+
+    total = total_steps(len(setup.samples), batch=recipe.optim.batch, epochs=recipe.optim.epochs, steps=recipe.optim.steps)
+    # dropout differs between ranks; a resumed run goes on with the stored streams
+    torch.manual_seed(recipe.run.seed + accelerator.process_index)
+    if start is not None and len(stored["rng"]) == accelerator.num_processes:
+        ckpt.set_rng_state(stored["rng"][accelerator.process_index])
+    where = tracking.start(accelerator, recipe, folder)
+    tracker = tracking.Tracker(accelerator)
+    progress = make_progress(total, done=state.step, show=main, log_every=recipe.run.log_every)
+    loop = Loop(recipe=recipe, accelerator=accelerator, module=module, optimizer=optimizer, samples=setup.samples,
+                held_out=setup.held_out, total=total, folder=folder, progress=progress, tracker=tracker, save=save, state=state)
+    with progress:
+        progress.note(f"run {folder}  {setup.describe()}  {where}")
+        if start is not None:
+            progress.note(f"resumed from {start} at step {state.step} of {total}")
+        try:
+            metrics = loop.run()
+        finally:
+            tracker.finish()
+    metrics["peak_memory_bytes"] = peak_memory_bytes()
+    if loop.interrupted:
+        if main:
+            progress.note(f"stopped by {loop.interrupted} after step {state.step} of {total}; to go on: the same command with --resume")
+        return RunResult(folder=folder, final=None, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted)
+    if main:
+        _finish(setup, folder, metrics)
+    accelerator.wait_for_everyone()
+    return RunResult(folder=folder, final=folder / "final", is_adapter=setup.is_adapter, metrics=metrics)
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """Model, data and tokenizer of a run, before any device or rank enters.
+
+    Attributes:
+        model: the model to train; a peft model when the recipe has an adapter step.
+        base: fingerprint of the model as it was loaded.
+        data: hash of the training samples.
+        held_out: evaluation samples, None when the recipe names none.
+    """
+
+    recipe: Recipe
+    model: Any
+    tokenizer: Any
+    samples: SampleSet
+    held_out: SampleSet | None
+    base: str
+    data: str
+    is_adapter: bool
+
+    def describe(self) -> str:
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
+        frozen += sum(m.in_features * m.out_features for m in self.model.modules() if type(m).__name__ == "QuantizedLinear")
+        return f"{trained:,} parameters trained, {frozen:,} frozen, {len(self.samples):,} samples"
+
+
+def prepare(recipe: Recipe) -> Setup:
+    """Load tokenizer, samples and model, and do the recipe's prepare steps; the same on every rank (seeded)."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from karui.adapters.lora import attach, fingerprint
+    from karui.trainers.data import load_samples
+    from karui.trainers.model import install_lean_ops, load_model, weights_folder
+
+    if len(recipe.prepare) > 1:
+        raise UnsupportedError(f"prepare has {len(recipe.prepare)} adapter steps; one run trains one adapter.")
+    tokenizer = AutoTokenizer.from_pretrained(weights_folder(recipe.model.name))
+    samples = load_samples(recipe.data, tokenizer, "train")
+    held_out = load_samples(recipe.data, tokenizer, "eval")
+    model: Any = load_model(recipe.model)
+    _check_vocabulary(model, samples)
+    torch.manual_seed(recipe.run.seed)
+    base = fingerprint(model)
+    is_adapter = False
+    for step in recipe.prepare:
+        assert isinstance(step, LoraStep)
+        model, is_adapter = attach(model, step).model, True
+    install_lean_ops(model)
+    return Setup(recipe=recipe, model=model, tokenizer=tokenizer, samples=samples, held_out=held_out if len(held_out) else None,
+                 base=base, data=_data_hash(samples), is_adapter=is_adapter)
+
+
+def make_optimizer(recipe: Recipe, module: Any) -> Any:
+    """AdamW over the trained parameters; weight decay on matrices only (not on norms and biases)."""
+    import torch
+
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": recipe.optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optim = recipe.optim
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def save_weights(setup: Setup, folder: Path) -> None:
+    """The adapter or the whole model, into an existing folder."""
+    if setup.is_adapter:
+        from karui.adapters.lora import write_adapter
+
+        write_adapter(setup.model, folder, base=setup.base, base_name=setup.recipe.model.name,
+                      base_spec=setup.recipe.prepare[0].base)
+        return
+    setup.model.save_pretrained(str(folder), safe_serialization=True)
+
+
+def load_weights(setup: Setup, folder: Path) -> None:
+    """Put a checkpoint's weights into the run's model."""
+    if setup.is_adapter:
+        from karui.adapters.lora import adapter_values, load_values
+
+        load_values(setup.model, adapter_values(folder), str(folder))
+        return
+    from karui.trainers.checkpoint import load_full
+
+    load_full(setup.model, folder)
+
+
+def _finish(setup: Setup, folder: Path, metrics: dict[str, Any]) -> None:
+    from karui.adapters.lora import replace_folder
+
+    scratch = folder / f".final.tmp{os.getpid()}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    save_weights(setup, scratch)
+    if not setup.is_adapter:
+        setup.tokenizer.save_pretrained(str(scratch))
+    replace_folder(scratch, folder / "final")
+    _write_json(folder / "metrics.json", metrics)
+
+
+def _open_folder(folder: Path, recipe: Recipe, keep_steps: int | None) -> None:
+    """Make the run folder; a resumed run's log is cut back to the checkpoint, an earlier run is moved aside, never deleted."""
+    log = folder / "log.jsonl"
+    if keep_steps is not None:
+        if log.is_file():
+            rows = [line for line in log.read_text(encoding="utf-8").splitlines() if _step_of(line) <= keep_steps]
+            scratch = log.with_name(".log.tmp")
+            scratch.write_text("".join(r + "\n" for r in rows), encoding="utf-8")
+            os.replace(scratch, log)
+    elif log.exists():
+        n = 1
+        while (aside := folder.with_name(f"{folder.name}.old{n}")).exists():
+            n += 1
+        os.replace(folder, aside)
+        logger.warning("%s held an earlier run; it was moved to %s", folder, aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "recipe.json", recipe.dump())
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return sys.maxsize  # a line cut short by the kill
+
+
+def _write_json(path: Path, value: Any) -> None:
+    scratch = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def _set_threads(recipe: Recipe, accelerator: Accelerator) -> None:
+    """The recipe's threads; else the cores shared out among the ranks of this machine, unless OMP_NUM_THREADS was set alone."""
+    import torch
+
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
+    elif accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+
+
+def _check_vocabulary(model: Any, samples: SampleSet) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(samples.ids) and int(samples.ids.max()) >= rows:
+        raise KaruiError(f"a sample holds token {int(samples.ids.max())}, the model's embedding has {rows} rows; "
+                         f"tokenizer and model do not belong together.")
+
+
+def _check_isolation(recipe: Recipe, loss: Any, samples: SampleSet) -> None:
+    """With packing on, prove on the first samples that documents of a row do not see one another."""
+    if not recipe.data.packing:
+        return
+    from karui.trainers.data import isolation_probe, prove_isolation
+
+    loss.eval()
+    change = prove_isolation(lambda b: loss.hidden(b.tokens, b.positions, b.cu_seqlens), isolation_probe(samples))
+    logger.info("packing isolates documents: largest change %.1e", change)
+
+
+def _data_hash(samples: SampleSet) -> str:
+    digest = hashlib.sha256()
+    for part in (samples.ids, samples.loss_mask, samples.offsets):
+        digest.update(part.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _preflight(recipe: Recipe, setup: Setup) -> None:
+    sys.stdout.write(f"{recipe.name}: {setup.describe()}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; a user's mistake prints its message and gives 2, an interrupted run 130."""
+    parser = argparse.ArgumentParser(prog="karui.trainers.run", description="Train as a recipe says.")
+    parser.add_argument("recipe", help="a YAML file or the name of a shipped recipe")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="PATH",
+                        help="go on from the newest checkpoint of the run folder, or from PATH")
+    parser.add_argument("--dry-run", action="store_true", help="print what would happen; train nothing")
+    given = parser.parse_args(argv)
+    try:
+        result = run_recipe(Recipe.load(given.recipe, given.overrides), resume=given.resume, dry_run=given.dry_run)
+    except KaruiError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 130 if result.interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

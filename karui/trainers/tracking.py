@@ -1,0 +1,124 @@
+"""Where metrics go besides the run folder: W&B, TensorBoard or nowhere, through accelerate's trackers.
+
+Tracking never stops training: W&B records offline without a login (no prompt, ever) and also when it cannot be reached, which
+is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from karui.configs.errors import UnsupportedError
+from karui.configs.recipe import Recipe
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+
+def tracker_names(recipe: Recipe) -> list[str]:
+    """What `Accelerator(log_with=...)` takes; raises `UnsupportedError` when the package is not installed."""
+    from importlib.util import find_spec
+
+    name = recipe.track.to
+    if name == "none":
+        return []
+    if find_spec(name) is None:
+        raise UnsupportedError(f"track.to is {name}, which is not installed; pip install {name}, or set track.to: none.")
+    return [name]
+
+
+def start(accelerator: Accelerator, recipe: Recipe, folder: Path) -> str:
+    """Open the trackers; returns a sentence that says where the metrics go. Call it on every rank.
+
+    Env (WANDB_MODE, WANDB_DIR, ...) that is already set wins.
+    """
+    name = recipe.track.to
+    if name == "none":
+        return "metrics: the run folder only"
+    if name == "tensorboard":
+        accelerator.init_trackers(recipe.track.project, config=flatten(recipe.dump()))
+        return f"metrics: TensorBoard, tensorboard --logdir {folder}"
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("WANDB_DIR", str(folder))
+    reason = ""
+    if "WANDB_MODE" not in os.environ and not _logged_in():
+        os.environ["WANDB_MODE"], reason = "offline", " (no login)"
+    try:
+        _init_wandb(accelerator, recipe)
+    except Exception as error:  # whatever its cause: training goes on
+        if os.environ.get("WANDB_MODE") == "offline":
+            logger.warning("W&B cannot be used (%s); metrics go to the run folder only", error)
+            accelerator.trackers = []
+            return "metrics: the run folder only (W&B failed)"
+        logger.warning("W&B cannot be reached (%s); recording offline, send it later with wandb sync", error)
+        os.environ["WANDB_MODE"], reason = "offline", " (not reachable)"
+        _init_wandb(accelerator, recipe)
+    mode = os.environ.get("WANDB_MODE", "online")
+    where = f", {folder / 'wandb'}; wandb sync sends it" if mode == "offline" else ""
+    return f"metrics: W&B {mode}{reason}{where}"
+
+
+def _init_wandb(accelerator: Accelerator, recipe: Recipe) -> None:
+    import wandb
+
+    track = recipe.track
+    accelerator.init_trackers(
+        track.project,
+        config=recipe.dump(),
+        init_kwargs={"wandb": {"name": track.name or recipe.name, "tags": list(track.tags),
+                               "settings": wandb.Settings(init_timeout=30, console="off")}},
+    )
+
+
+def _logged_in() -> bool:
+    """Whether W&B has a key: in the environment or in the netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+    from urllib.parse import urlparse
+
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class Tracker:
+    """Guards `accelerator.log`: the first failure is reported and ends tracking, not training."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.alive = True
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        self._guard(lambda: self.accelerator.log(dict(values), step=step))
+
+    def finish(self) -> None:
+        self._guard(self.accelerator.end_training)
+
+    def _guard(self, call: Any) -> None:
+        if not self.alive:
+            return
+        try:
+            call()
+        except Exception as error:  # a tracker must not stop a run
+            self.alive = False
+            logger.warning("tracking stopped: %s; metrics still go to log.jsonl", error)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"optim": {"lr": 1}}` -> `{"optim.lr": 1}`; what is not a number, text or truth value becomes text."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return flat
