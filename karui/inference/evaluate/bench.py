@@ -149,8 +149,9 @@ def advice(machine: Machine, load: Load, levels: Sequence[Level], prefill_per_s:
                      "then a smaller (distilled) model.")
     else:
         lines.append(f"One stream reaches {one.share:.0%} of its bandwidth limit "
-                     f"({one.decode_per_s:.0f} of {one.limit_per_s:.0f} tokens/s): compute or overhead per step holds it back, not memory -> the native runner, more threads, or speculation, "
-                     "which shares a step among several tokens.")
+                     f"({one.decode_per_s:.0f} of {one.limit_per_s:.0f} tokens/s): compute or overhead per step "
+                     "holds it back, not memory -> the native runner, more threads, or speculation, which shares a step "
+                     "among several tokens.")
     if most.concurrency > one.concurrency:
         gain = most.decode_per_s / one.decode_per_s
         lines.append(f"{most.concurrency} streams give {gain:.1f}x one stream -> "
@@ -161,7 +162,8 @@ def advice(machine: Machine, load: Load, levels: Sequence[Level], prefill_per_s:
     kind = "compute-bound" if share >= 0.4 else "below the compute limit"
     lines.append(f"Prefill is {kind}: {prefill_per_s:.0f} tokens/s are {share:.0%} of the fp32 yardstick, so a prompt of "
                  f"{prompt_tokens} waits {prompt_tokens / prefill_per_s * 1e3:.0f} ms -> "
-                 + ("reuse prefixes, or multiply in 8 bits (W8A8, FP8)." if share >= 0.4 else "larger chunks, or the native runner."))
+                 + ("reuse prefixes, or multiply in 8 bits (W8A8, FP8)." if share >= 0.4
+                    else "larger chunks, or the native runner."))
     for level in levels:
         base = next((b for b in levels if b.speculation == "none" and b.concurrency == level.concurrency), None)
         if base is not None and level.speculation != "none":
