@@ -5,7 +5,7 @@
     dequantize(q, dtype)                     the values the codes stand for
     fake_quantize(w, spec)                   dequantize(quantize(w)), gradient straight through (Bengio et al., arXiv 1308.3432)
 
-One file per family of grids: integer, ternary, nf4, float8. Each has `encode` and `decode` over [rows, in] fp32.
+One file per family of grids, each with `encode` and `decode` over [rows, in] fp32: integer, ternary, nf4, float8, microscaling, nvfp4.
 """
 
 from __future__ import annotations
@@ -18,9 +18,18 @@ import torch
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
-from karui.kernels.quantize import float8, integer, nf4, ternary
+from karui.kernels.quantize import float8, integer, microscaling, nf4, nvfp4, ternary
 
-_FAMILIES: dict[str, ModuleType] = {"int": integer, "ternary": ternary, "binary": ternary, "nf4": nf4, "fp8": float8}
+_FAMILIES: dict[str, ModuleType] = {
+    "int": integer,
+    "ternary": ternary,
+    "binary": ternary,
+    "nf4": nf4,
+    "fp8": float8,
+    "mxfp8": microscaling,
+    "mxfp4": microscaling,
+    "nvfp4": nvfp4,
+}
 
 
 def quantize(
