@@ -7,8 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe helpful.<|im_end|>\n' }}"
-    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nBe helpful.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CHATML_TOOLS = (
@@ -39,13 +40,14 @@ FORGETFUL = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 STRICT = (
-    "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIALS = ["<unk>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-_CORPUS = ["the quick brown fox says: hello there\n\nassistant: hello there, 42 foxes\n\n  - one\n  - two\n", "user: what is 6 * 7?\n\n\n42",
-           "Ünïcode wörks: 日本語 too, and emoji 🙂🙂\n"] * 8
+_CORPUS = ["the quick brown fox says: hello there\n\nassistant: hello there, 42 foxes\n\n  - one\n  - two\n", 
+           "user: what is 6 * 7?\n\n\n42", "Ünïcode wörks: 日本語 too, and emoji 🙂🙂\n"] * 8
 
 
 def make_tokenizer(template=None, *, bos=None, eos="<|im_end|>", adds_bos=False, vocab_size=420):
@@ -57,7 +59,8 @@ def make_tokenizer(template=None, *, bos=None, eos="<|im_end|>", adds_bos=False,
                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     if adds_bos:
         at = raw.token_to_id("<|begin_of_text|>")
-        raw.post_processor = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", at)])
+        raw.post_processor = processors.TemplateProcessing(single="<|begin_of_text|> $A",
+                                                           special_tokens=[("<|begin_of_text|>", at)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos, pad_token=eos,
                                         extra_special_tokens=SPECIALS[1:])
     tokenizer.chat_template = template

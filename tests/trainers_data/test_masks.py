@@ -125,7 +125,7 @@ def test_no_double_bos(tokenizers_by_name, write):
     path = write("t.jsonl", [{"text": "hello there"}, {"text": "<|begin_of_text|>hello there"}])
     ids = [s.ids.tolist() for s in load_samples(DataSection(train=path), plain, "train")]
     assert ids[0] == ids[1] and ids[0].count(bos) == 1 and ids[0][0] == bos
-    pairs = write("p.jsonl", [{"prompt": "6 * 7?", "completion": " 42"}, {"prompt": "<|begin_of_text|>6 * 7?", "completion": " 42"}])
+    pairs = write("p.jsonl", [{"prompt": p + "6 * 7?", "completion": " 42"} for p in ("", "<|begin_of_text|>")])
     pair = load_samples(DataSection(train=pairs), plain, "train")
     assert pair[0].ids.tolist() == pair[1].ids.tolist() and pair[0].ids.tolist().count(bos) == 1
     assert [decode(plain, s.ids[s.loss_mask]) for s in pair] == [" 42<|im_end|>"] * 2
@@ -142,7 +142,8 @@ def test_prompt_turns_carry_no_loss(tokenizers_by_name):
 
 
 def test_train_on_all(tokenizers_by_name):
-    _, tokens = masked(tokenizers_by_name["chatml"], [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "all")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    _, tokens = masked(tokenizers_by_name["chatml"], messages, "all")
     assert tokens.mask[1:].all() and not tokens.mask[0]
 
 
@@ -178,7 +179,7 @@ def test_a_template_whose_prefixes_do_not_nest_is_refused(tokenizers_by_name):
     tokenizer = tokenizers_by_name["forgetful"]
     _, tokens = masked(tokenizer, one)  # a single turn is fine
     assert [decode(tokenizer, r) for r in runs(tokens)] == ["hello<|im_end|>\n"]
-    with pytest.raises(KaruiError, match=r"here: the chat template of .* has no \{% generation %\} tags, and what it writes for a turn"):
+    with pytest.raises(KaruiError, match=r"here: the chat template of .* has no \{% generation %\} tags, and what it writes"):
         masked(tokenizer, one + one)
 
 

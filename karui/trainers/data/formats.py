@@ -110,10 +110,9 @@ def read_example(row: Row, form: Format, section: DataSection) -> Example | None
         return _conversation(row, _with_system(messages, section.system), 0)
     prompt, completion = (fields[name] for name in form.columns)
     for name, value in zip(form.columns, (prompt, completion)):
-        if isinstance(value, list) != form.as_messages and (value is None or isinstance(value, (str, list))):
-            found, wanted = ("strings", "a list of messages") if form.as_messages else ("a list of messages", "a string")
+        if isinstance(value, (str, list)) and isinstance(value, list) != form.as_messages:
             raise KaruiError(f"{row.place}: mixed schemas: column {name!r} holds {_kind(value)} here, but the first row makes it "
-                             f"{wanted}; keep {found if value is not None else 'complete rows'} in a file of their own.")
+                             f"{'a list of messages' if form.as_messages else 'a string'}; keep each kind in a file of its own.")
     if form.as_messages:
         before = _with_system(_messages(prompt, row.place, form.columns[0]), section.system)
         after = _messages(completion, row.place, form.columns[1])
