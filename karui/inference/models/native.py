@@ -1,0 +1,210 @@
+"""`NativeRunner`: the `Runner` of the CPU kernels. One C call per engine step.
+
+Exact by construction: a row's result has the same bits whatever the batch, the chunking, the number of threads or its
+neighbours, because every sum has one fixed order (gemm.h, attention.h). Speculative therefore equals greedy, a warm prefix a cold
+one, chunked a whole prefill and batched alone, all by equality. It holds within one instruction set.
+
+`forward` keeps torch on one thread while it runs; what runs between steps should be inside `karui.kernels.native.quiet_torch()`
+too, which is the caller's to decide because it is process-wide.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Mapping
+
+import psutil
+import torch
+
+from karui.configs.errors import KaruiError, UnsupportedError
+from karui.inference.batch import StepBatch, StepOutput
+from karui.inference.models.config import ModelConfig
+from karui.inference.models.decoder import LoraWeights
+from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of
+from karui.inference.models.weights import Weights, check_weights
+from karui.kernels.native import quiet_torch
+from karui.kernels.native.library import CACHE_TYPES, TARGETS, Batch, Config, Layer, Linear, Lora, address, load
+from karui.kernels.native.weights import Packed, pack
+from karui.kernels.qtensor import QTensor
+
+log = logging.getLogger(__name__)
+
+_PARENTS = ("self_attn",) * 4 + ("mlp",) * 3
+
+
+def default_threads() -> int:
+    """Physical cores this process may run on."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+class NativeRunner:
+    """`Runner` over the native kernels.
+
+    Args:
+        config: the decoder's shape; head_dim up to 512.
+        weights: Hugging Face names to tensors or `QTensor`s; all are checked (`check_weights`). Packed at load.
+        threads: size of the team; default: physical cores.
+        activation_bits: 8: int8 activations for integer weights (fast); 16: fp32 activations (reference, for evaluation).
+        isa: instruction set, default the best one (or KARUI_ISA).
+    """
+
+    supports_adapters = True
+
+    def __init__(self, config: ModelConfig, weights: Weights, threads: int | None = None, activation_bits: int = 8,
+                 isa: str | None = None) -> None:
+        if config.head_dim > 512 or config.head_dim % 2:
+            raise UnsupportedError(f"head_dim {config.head_dim} is not supported by the native kernels: even and at most 512.")
+        if threads is not None and threads < 1:
+            raise KaruiError(f"threads must be at least 1, got {threads}.")
+        self.config, self.threads, self.activation_bits = config, threads or default_threads(), activation_bits
+        self._lib = load(isa)
+        self.isa = self._lib.isa
+        self._model: int | None = None
+        self._block_size = 0
+        self._adapters: dict[int, dict[str, LoraWeights]] = {}
+        self._loras: list[object] = []
+        self._inv_freq, self._rope_factor = inverse_frequencies(config)
+        self._inv_freq = self._inv_freq.float().contiguous()
+        self._dynamic = kind_of(config) == "dynamic"
+        self.load_weights(weights)
+
+    def __del__(self) -> None:
+        if getattr(self, "_model", None):
+            self._lib.free(self._model)
+            self._model = None
+
+    # -- weights and adapters
+
+    def load_weights(self, weights: Weights) -> None:
+        """Replace all weights; KV memory and adapters stay. Nothing changes when the check fails."""
+        c, checked = self.config, check_weights(self.config, weights)
+        packed: list[Packed] = []
+        norms: list[torch.Tensor] = []
+
+        def matrix(module: str) -> Linear:
+            bias = checked.get(f"{module}.bias")
+            assert not isinstance(bias, QTensor)
+            packed.append(pack(self._lib, f"{module}.weight", checked[f"{module}.weight"], bias, self.activation_bits))
+            return packed[-1].linear
+
+        def vector(name: str) -> int | None:
+            w = checked.get(name)
+            if w is None:
+                return None
+            norms.append((w.dequantize() if isinstance(w, QTensor) else w).float().contiguous())
+            return address(norms[-1])
+
+        layers = (Layer * c.num_layers)()
+        for i in range(c.num_layers):
+            prefix = f"model.layers.{i}."
+            window = c.sliding_window[i] if c.sliding_window else None
+            layers[i] = Layer(*(matrix(f"{prefix}{parent}.{target}") for parent, target in zip(_PARENTS, TARGETS)),
+                              vector(f"{prefix}input_layernorm.weight"), vector(f"{prefix}post_attention_layernorm.weight"),
+                              vector(f"{prefix}self_attn.q_norm.weight"), vector(f"{prefix}self_attn.k_norm.weight"), window or 0)
+        embedding = matrix("model.embed_tokens")
+        head = embedding if c.tied else matrix("lm_head")
+        final = vector("model.norm.weight")
+        config = Config(c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size, self.threads,
+                        c.norm_eps, self._rope_factor, address(self._inv_freq), final, ctypes.addressof(embedding),
+                        ctypes.addressof(head), ctypes.addressof(layers))
+        if self._model is None:
+            self._model = self._lib.model(ctypes.byref(config))
+        else:
+            self._lib.configure(self._model, ctypes.byref(config))
+        self._held = (packed, norms, layers, embedding, head)  # what the C++ side points into
+        self._weight_bytes = sum(p.nbytes for p in packed) + sum(n.numel() * 4 for n in norms)
+
+    def weight_bytes(self) -> int:
+        return self._weight_bytes
+
+    def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
+        """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None. Raises for a module the decoder lacks."""
+        known = {f"model.layers.{i}.{parent}.{target}": i * len(TARGETS) + j
+                 for i in range(self.config.num_layers) for j, (parent, target) in enumerate(zip(_PARENTS, TARGETS))}
+        for name in layers or {}:
+            if name not in known:
+                raise KaruiError(f"adapter module {name!r} is not a linear of this decoder; the native runner adapts {', '.join(TARGETS)}.")
+        self._adapters.pop(slot, None)
+        if layers is not None:
+            self._adapters[slot] = dict(layers)
+        slots = max(self._adapters, default=-1) + 1
+        per_slot = self.config.num_layers * len(TARGETS)
+        table = (Lora * max(slots * per_slot, 1))()
+        held: list[object] = [table]
+        for at, modules in self._adapters.items():
+            for name, w in modules.items():
+                a = w.a.float().contiguous()
+                b = (w.b.float() * w.scale).t().contiguous()
+                row = None if w.row_scale is None else w.row_scale.float().contiguous()
+                held += [a, b, row]
+                table[at * per_slot + known[name]] = Lora(a.shape[0], 0, address(a), address(b), address(row))
+        self._lib.set_loras(self._model, table, slots)
+        self._loras = held
+
+    # -- KV memory
+
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
+        if kv_dtype not in CACHE_TYPES:
+            raise UnsupportedError(f"kv_dtype {kv_dtype!r} is not supported by the native kernels; use {', '.join(CACHE_TYPES)}.")
+        if self._lib.allocate(self._model, num_blocks * block_size, CACHE_TYPES[kv_dtype]):
+            need = num_blocks * block_size * self.kv_bytes_per_token(kv_dtype)
+            raise KaruiError(f"no memory for {num_blocks} KV blocks of {block_size} tokens in {kv_dtype} ({need / 2**20:.0f} MiB).")
+        self._block_size, self._slots = block_size, num_blocks * block_size
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        c = self.config
+        width = {"float32": 4, "float16": 2, "int8": 1}[kv_dtype] * ((c.head_dim + 15) // 16 * 16) + (4 if kv_dtype == "int8" else 0)
+        return 2 * c.num_layers * c.num_kv_heads * width
+
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        source, target = _int32(source), _int32(target)
+        self._lib.copy_slots(self._model, address(source), address(target), len(source))
+
+    # -- the step
+
+    def forward(self, batch: StepBatch) -> StepOutput:
+        with quiet_torch():
+            return self._forward(batch)
+
+    def _forward(self, batch: StepBatch) -> StepOutput:
+        c = self.config
+        index = [_int32(t) for t in (batch.tokens, batch.positions, batch.slots, batch.query_starts, batch.context_lens,
+                                     batch.block_tables, batch.logit_rows)]
+        total, sequences, wanted = len(index[0]), len(index[4]), len(index[6])
+        logits = torch.empty(wanted, c.vocab_size)
+        hidden = torch.empty(wanted, c.hidden_size) if batch.want_hidden else None
+        aux_layers = torch.tensor(batch.aux_layers, dtype=torch.int32) if batch.aux_layers else None
+        aux = torch.empty(total, len(batch.aux_layers) * c.hidden_size) if batch.aux_layers else None
+        cos = sin = None
+        if self._dynamic:
+            cos, sin = (t.float().contiguous() for t in cos_sin(c, index[1], (self._inv_freq, self._rope_factor)))
+        masks, tree = None, None
+        if batch.tree_masks is not None and any(m is not None for m in batch.tree_masks):
+            masks = [None if m is None else m.to(torch.uint8).contiguous() for m in batch.tree_masks]
+            tree = (ctypes.c_void_p * sequences)(*(address(m) for m in masks))
+        adapters = self._adapter_slots(batch)
+        step = Batch(total, sequences, index[5].shape[1] if index[5].dim() == 2 else 0, wanted, len(batch.aux_layers), self._block_size,
+                     *(address(t) for t in index), None if tree is None else ctypes.addressof(tree), address(adapters),
+                     address(aux_layers), address(cos), address(sin), address(logits), address(hidden), address(aux))
+        failed = self._lib.forward(self._model, ctypes.byref(step))
+        if failed:
+            raise KaruiError({1: "forward() before allocate(): there is no KV memory.",
+                              2: f"a token id of the step is outside the vocabulary of {c.vocab_size}.",
+                              3: f"a slot of the step is outside the {getattr(self, '_slots', 0)} allocated ones."}[failed])
+        return StepOutput(logits, hidden, aux)
+
+    def _adapter_slots(self, batch: StepBatch) -> torch.Tensor | None:
+        if batch.adapters is None:
+            return None
+        slots = batch.adapters.tolist()
+        for slot in slots:
+            if slot >= 0 and slot not in self._adapters:
+                raise KaruiError(f"adapter slot {slot} is empty; load the adapter before sending requests to it.")
+        return _int32(batch.adapters) if any(slot >= 0 for slot in slots) else None
+
+
+def _int32(t: torch.Tensor) -> torch.Tensor:
+    return t if t.dtype == torch.int32 and t.is_contiguous() else t.to(torch.int32).contiguous()

@@ -1,0 +1,214 @@
+// Paged attention with grouped queries over fp32, fp16 or int8 caches, as online softmax over fixed chunks of 64 keys.
+//
+// Cache of one layer, slots in groups of 16 (slot = block * block_size + offset), head_dim padded to a multiple of 16:
+//   keys    [slot / 16][kv_head][dim][16]     so that lanes are keys and a score needs no horizontal sum
+//   values  [slot / 16][kv_head][16][dim]     so that lanes are dimensions
+//   scales  [slot / 16][kv_head][16] fp32, one for keys and one for values (int8: max|x| / 127 of the token's head)
+//
+// A query sees a list of keys, numbered in the order of the sequence. Key i always falls into chunk i / 64 and lane i % 64, and
+// chunks are merged in order, so the result does not depend on how queries were batched or how chunks were spread over
+// threads. A row of a speculation tree sees its own path as the list: same arithmetic as if the path had been decoded plainly.
+#pragma once
+#include "ops.h"
+
+constexpr int KEYS = 64, GROUPS = KEYS / 16;
+constexpr float NONE = -1e30f;  // the score of a key that is not seen
+
+enum CacheType : int32_t { CACHE_FP32 = 0, CACHE_FP16 = 1, CACHE_INT8 = 2 };
+
+struct Cache {
+    void *keys, *values;
+    float *key_scale, *value_scale;
+    int32_t type, kv_heads, dim, dim_padded;
+};
+
+INLINE int64_t key_at(const Cache& c, int slot, int head, int d) {
+    return (((int64_t)(slot / 16) * c.kv_heads + head) * c.dim_padded + d) * 16 + slot % 16;
+}
+INLINE int64_t value_at(const Cache& c, int slot, int head) {
+    return (((int64_t)(slot / 16) * c.kv_heads + head) * 16 + slot % 16) * c.dim_padded;
+}
+INLINE int64_t scale_at(const Cache& c, int slot, int head) { return ((int64_t)(slot / 16) * c.kv_heads + head) * 16 + slot % 16; }
+
+// Writes one token's key and value of one head (dim_padded floats each, padding zero).
+static void write_cache(const Cache& c, int slot, int head, const float* key, const float* value) {
+    const int64_t k = key_at(c, slot, head, 0), v = value_at(c, slot, head);
+    const int n = c.dim_padded;
+    if (c.type == CACHE_FP32) {
+        for (int d = 0; d < n; d++) ((float*)c.keys)[k + d * 16] = key[d];
+        memcpy((float*)c.values + v, value, n * 4);
+    } else if (c.type == CACHE_FP16) {
+        for (int d = 0; d < n; d += W) {
+            uint16_t t[W];
+            store(t, load(key + d));
+            for (int i = 0; i < W; i++) ((uint16_t*)c.keys)[k + (d + i) * 16] = t[i];
+            store((uint16_t*)c.values + v + d, load(value + d));
+        }
+    } else {
+        int8_t codes[1024];
+        int32_t sum;
+        const int64_t s = scale_at(c, slot, head);
+        quantize_row(key, n, n, true, 0, codes, c.key_scale + s, &sum);
+        for (int d = 0; d < n; d++) ((int8_t*)c.keys)[k + d * 16] = codes[d];
+        quantize_row(value, n, n, true, 0, (int8_t*)c.values + v, c.value_scale + s, &sum);
+    }
+}
+
+static void copy_slot(const Cache& c, int from, int to) {
+    const int size = c.type == CACHE_FP32 ? 4 : c.type == CACHE_FP16 ? 2 : 1;
+    for (int h = 0; h < c.kv_heads; h++) {
+        for (int d = 0; d < c.dim_padded; d++)
+            memcpy((char*)c.keys + key_at(c, to, h, d) * size, (char*)c.keys + key_at(c, from, h, d) * size, size);
+        memcpy((char*)c.values + value_at(c, to, h) * size, (char*)c.values + value_at(c, from, h) * size, c.dim_padded * size);
+        if (c.type == CACHE_INT8) {
+            c.key_scale[scale_at(c, to, h)] = c.key_scale[scale_at(c, from, h)];
+            c.value_scale[scale_at(c, to, h)] = c.value_scale[scale_at(c, from, h)];
+        }
+    }
+}
+
+// Up to 64 keys of one head, in groups of 16 lanes that lie in the cache or were gathered into `Gathered`.
+struct Chunk {
+    int count, groups;  // keys, and groups of 16 holding them
+    const void *keys[GROUPS], *values[GROUPS];
+    const float *key_scale[GROUPS], *value_scale[GROUPS];
+};
+struct Gathered {  // room for one chunk at the widest type
+    float keys[KEYS * 512], values[KEYS * 512], key_scale[KEYS], value_scale[KEYS];
+};
+
+template <typename T> static void find_chunk(const Cache& c, int head, const int32_t* slots, int count, Gathered& own, Chunk& out) {
+    out.count = count;
+    out.groups = (count + 15) / 16;
+    for (int g = 0; g < out.groups; g++) {
+        const int32_t* s = slots + 16 * g;
+        const int n = count - 16 * g < 16 ? count - 16 * g : 16;
+        bool aligned = s[0] % 16 == 0;
+        for (int i = 1; i < n && aligned; i++) aligned = s[i] == s[0] + i;
+        if (aligned) {
+            out.keys[g] = (const T*)c.keys + key_at(c, s[0], head, 0);
+            out.values[g] = (const T*)c.values + value_at(c, s[0], head);
+            out.key_scale[g] = c.key_scale + scale_at(c, s[0], head);
+            out.value_scale[g] = c.value_scale + scale_at(c, s[0], head);
+            continue;
+        }
+        T* keys = (T*)own.keys + g * 16 * c.dim_padded;
+        T* values = (T*)own.values + g * 16 * c.dim_padded;
+        for (int i = 0; i < n; i++) {
+            for (int d = 0; d < c.dim_padded; d++) keys[d * 16 + i] = ((const T*)c.keys)[key_at(c, s[i], head, d)];
+            memcpy(values + i * c.dim_padded, (const T*)c.values + value_at(c, s[i], head), c.dim_padded * sizeof(T));
+            if (c.type == CACHE_INT8) {
+                own.key_scale[16 * g + i] = c.key_scale[scale_at(c, s[i], head)];
+                own.value_scale[16 * g + i] = c.value_scale[scale_at(c, s[i], head)];
+            }
+        }
+        out.keys[g] = keys;
+        out.values[g] = values;
+        out.key_scale[g] = own.key_scale + 16 * g;
+        out.value_scale[g] = own.value_scale + 16 * g;
+    }
+}
+
+// scores[q][key] = query . key for NQ queries and the chunk's keys, summed over dimensions in order.
+template <typename T, int NQ> static void score(const Cache& c, const Chunk& chunk, const float* const* query, float* scores) {
+    constexpr int step = 2 * W;
+    for (int first = 0; first < 16 * chunk.groups; first += step) {
+        const T* keys[2];
+        V sum[NQ][2];
+        for (int v = 0; v < 2; v++) {
+            int g = (first + v * W) / 16;
+            if (g >= chunk.groups) g = chunk.groups - 1;  // AVX-512, odd number of groups: computed twice, stored in its place only
+            keys[v] = (const T*)chunk.keys[g] + (first + v * W) % 16;
+        }
+        for (int q = 0; q < NQ; q++) sum[q][0] = sum[q][1] = set1(0.0f);
+        for (int d = 0; d < c.dim; d++) {
+            const V k0 = load(keys[0] + d * 16), k1 = load(keys[1] + d * 16);
+            for (int q = 0; q < NQ; q++) {
+                const V x = set1(query[q][d]);
+                sum[q][0] = fma(x, k0, sum[q][0]);
+                sum[q][1] = fma(x, k1, sum[q][1]);
+            }
+        }
+        for (int v = 0; v < 2; v++) {
+            const int at = first + v * W, g = at / 16;
+            if (g >= chunk.groups) break;
+            for (int q = 0; q < NQ; q++)
+                store(scores + q * KEYS + at, sizeof(T) == 1 ? mul(sum[q][v], load(chunk.key_scale[g] + at % 16)) : sum[q][v]);
+        }
+    }
+}
+
+// out[q][d] = sum over keys in order of weight[q][key] * value[key][d].
+template <typename T, int NQ, int ND>
+static void weigh_values(const Cache& c, const Chunk& chunk, const float* weights, int d, float* out) {
+    V sum[NQ][ND];
+    for (int q = 0; q < NQ; q++)
+        for (int v = 0; v < ND; v++) sum[q][v] = set1(0.0f);
+    for (int g = 0; g < chunk.groups; g++) {
+        const int n = chunk.count - 16 * g < 16 ? chunk.count - 16 * g : 16;
+        const T* value = (const T*)chunk.values[g] + d;
+        for (int i = 0; i < n; i++, value += c.dim_padded) {
+            V x[ND];
+            for (int v = 0; v < ND; v++) x[v] = load(value + v * W);
+            for (int q = 0; q < NQ; q++) {
+                const V p = set1(weights[q * KEYS + 16 * g + i]);
+                for (int v = 0; v < ND; v++) sum[q][v] = fma(p, x[v], sum[q][v]);
+            }
+        }
+    }
+    for (int q = 0; q < NQ; q++)
+        for (int v = 0; v < ND; v++) store(out + q * c.dim_padded + d + v * W, sum[q][v]);
+}
+
+// What one query has gathered from the keys so far.
+struct Partial { float largest, sum; };
+
+// One chunk for NQ queries: query q sees the chunk's keys [from[q], to[q]). Fills partial[q] and out[q][dim_padded];
+// largest = NONE when it sees none.
+template <typename T, int NQ>
+static void attend(const Cache& c, const Chunk& chunk, const float* const* query, const int* from, const int* to, Partial* partial, float* out) {
+    alignas(64) float p[NQ * KEYS];
+    score<T, NQ>(c, chunk, query, p);
+    for (int q = 0; q < NQ; q++) {
+        float* s = p + q * KEYS;
+        for (int i = 0; i < from[q] && i < KEYS; i++) s[i] = NONE;
+        for (int i = to[q] > 0 ? to[q] : 0; i < KEYS; i++) s[i] = NONE;
+        V m = load(s);
+        for (int i = W; i < KEYS; i += W) m = vmax(m, load(s + i));
+        const float largest = hmax(m);
+        V total = set1(0.0f);
+        for (int i = 0; i < KEYS; i += W) {
+            V e = vexp(sub(load(s + i), set1(largest)));
+            total = add(total, e);
+            if (sizeof(T) == 1 && i / 16 < chunk.groups) e = mul(e, load(chunk.value_scale[i / 16] + i % 16));
+            store(s + i, e);
+        }
+        partial[q] = {largest, hsum(total)};
+        // A lane past the last key may hold an old scale; its weight must be zero whatever that is.
+        for (int i = chunk.count; i < 16 * chunk.groups; i++) s[i] = 0.0f;
+    }
+    constexpr int ND = W == 16 ? 4 : 2;
+    int d = 0;
+    for (; d + ND * W <= c.dim_padded; d += ND * W) weigh_values<T, NQ, ND>(c, chunk, p, d, out);
+    for (; d < c.dim_padded; d += W) weigh_values<T, NQ, 1>(c, chunk, p, d, out);
+}
+
+// Merges a later chunk into the running result of one query.
+INLINE void merge(Partial& run, float* out, const Partial& next, const float* next_out, int n) {
+    if (next.largest <= NONE) return;
+    const float largest = run.largest > next.largest ? run.largest : next.largest;
+    const float keep = exp1(run.largest - largest), take = exp1(next.largest - largest);
+    run.sum = run.sum * keep + next.sum * take;
+    for (int d = 0; d < n; d += W) store(out + d, fma(load(next_out + d), set1(take), mul(load(out + d), set1(keep))));
+    run.largest = largest;
+}
+
+// attend() over any number of queries, four at a time.
+template <typename T>
+static void attend_all(const Cache& c, const Chunk& chunk, int nq, const float* const* query, const int* from, const int* to, Partial* partial, float* out) {
+    int q = 0;
+    for (; q + 4 <= nq; q += 4) attend<T, 4>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
+    if (nq - q == 3) attend<T, 3>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
+    if (nq - q == 2) attend<T, 2>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
+    if (nq - q == 1) attend<T, 1>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
+}

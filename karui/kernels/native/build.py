@@ -1,0 +1,98 @@
+"""Compiling the native kernels once for the machine at hand, and saying why when that is not possible.
+
+The library of one instruction set is `$KARUI_CACHE/native/karui-<isa>-<hash>.so` (default `~/.cache/karui`); the hash covers the
+sources, the flags and the compiler, so a stale build is never loaded. A lock keeps concurrent processes from compiling twice, and
+the file appears under its name only when complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from karui.configs.errors import KaruiError
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("model.cpp", "attention.h", "ops.h", "gemm.h", "simd.h", "weights.h", "threads.h")
+_COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+# Per instruction set: what the CPU must have (names of /proc/cpuinfo) and the compiler's flags. Best first.
+_ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "avx512": (("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"),
+               ("-DKARUI_AVX512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c")),
+    "avx2": (("avx2", "fma", "f16c"), ("-DKARUI_AVX2", "-mavx2", "-mfma", "-mf16c")),
+    "generic": ((), ()),
+}
+
+
+def isas() -> list[str]:
+    """Instruction sets this CPU can run, best first; "generic" always."""
+    flags: set[str] = set()
+    if platform.machine() in ("x86_64", "AMD64") and Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                flags = set(line.split())
+                break
+    return [name for name, (needed, _) in _ISAS.items() if flags.issuperset(needed)]
+
+
+def chosen_isa() -> str:
+    """`KARUI_ISA` if set, else the best this CPU has. Raises `KaruiError` for one it lacks."""
+    asked, have = os.environ.get("KARUI_ISA"), isas()
+    if asked and asked not in have:
+        raise KaruiError(f"KARUI_ISA={asked!r} cannot run here; this CPU has {', '.join(have)}.")
+    return asked or have[0]
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("KARUI_CACHE") or Path.home() / ".cache" / "karui") / "native"
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, g++, clang++ or c++, whichever is found first."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and shutil.which(name):
+            return shutil.which(name)
+    return None
+
+
+def build(isa: str) -> Path:
+    """The compiled library for `isa`, compiling it (10 to 30 s) when the cache lacks it.
+
+    Raises `KaruiError` when there is no compiler or it fails, with the first lines of its message.
+    """
+    here = Path(__file__).parent
+    cxx = compiler()
+    flags = (*_COMMON, *_ISAS[isa][1])
+    digest = hashlib.sha256(repr((flags, cxx)).encode())
+    for name in SOURCES:
+        digest.update((here / name).read_bytes())
+    target = cache_folder() / f"karui-{isa}-{digest.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    if cxx is None:
+        raise KaruiError("no C++ compiler found (g++, clang++ or c++, or $CXX); install one for the native kernels.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.parent / f"{isa}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return target
+        log.info("compiling the native kernels for %s, once, into %s", isa, target)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+        os.close(handle)
+        try:
+            done = subprocess.run([cxx, *flags, "-o", temporary, str(here / "model.cpp")], capture_output=True, text=True)
+            if done.returncode:
+                raise KaruiError(f"{cxx} could not compile the native kernels: {done.stderr.strip()[:600]}")
+            os.replace(temporary, target)
+        finally:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+    return target

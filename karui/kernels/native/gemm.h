@@ -1,0 +1,224 @@
+// y = x W^T for every kind of weight, from one row to thousands, in one tile function per family.
+//
+// A tile is M activation rows by N*W weight rows (W lanes, so N = 1 or 2 vectors; a panel has 16 rows). The sum of one output
+// is, whatever M, N and the thread:
+//     integer:  for blocks in order:  sum = fma(scale, x_scale * float(exact integer dot of the block), sum)
+//     float:    for inputs in order:  sum = fma(weight, x, sum)
+// then + bias, then + the old value when accumulating into the residual stream. So batched equals alone bit for bit.
+#pragma once
+#include <type_traits>
+
+#include "simd.h"
+#include "weights.h"
+
+constexpr int PREFETCH = 1536;  // bytes ahead in the weight stream; 1 to 2 KB measured best
+
+template <int BITS, int Q> INLINE U unpack(const uint8_t* chunk) {  // quad Q of a chunk, the lanes from `chunk` on
+    if constexpr (BITS == 8) return bytes(chunk + 64 * Q);
+    else if constexpr (BITS == 4) return field<4 * (Q % 2), 15>(bytes(chunk + 64 * (Q / 2)));
+    else {
+        U low = field<2 * (Q % 4), 3>(bytes(chunk + 64 * (Q / 4)));
+        if constexpr (BITS == 2) return low;
+        else if constexpr (Q >= 2) return bor(low, field<Q - 2, 4>(bytes(chunk + 128)));
+        else return bor(low, field_up<2 - Q, 4>(bytes(chunk + 128)));
+    }
+}
+
+INLINE V load_scale(const Linear& w, int64_t i) {
+    return w.scale_fp32 ? load((const float*)w.scales + i) : load((const uint16_t*)w.scales + i);
+}
+
+template <int BITS, int M, int N, int Q, int LAST>
+INLINE void dot_quads(typename Dot<BITS>::P (&part)[M][N], const uint8_t* codes, const int8_t* const (&x)[M], int64_t at) {
+    for (int n = 0; n < N; n++) {
+        U u = unpack<BITS, Q>(codes + 4 * W * n);
+        for (int m = 0; m < M; m++) part[m][n] = Dot<BITS>::step(part[m][n], u, quad(x[m] + at + 4 * Q));
+    }
+    if constexpr (Q + 1 < LAST) dot_quads<BITS, M, N, Q + 1, LAST>(part, codes, x, at);
+}
+
+INLINE void finish(const Linear& w, V sum, int row, float* y, bool accumulate) {
+    if (w.bias && row + W <= w.n) sum = add(sum, load(w.bias + row));
+    if (row + W <= w.n) { store(y + row, accumulate ? add(load(y + row), sum) : sum); return; }
+    float t[W];
+    store(t, sum);
+    for (int i = 0; row + i < w.n; i++) {
+        float v = w.bias ? t[i] + w.bias[row + i] : t[i];
+        y[row + i] = accumulate ? y[row + i] + v : v;
+    }
+}
+
+// Rows [m0, m0+M) of the activations times rows [row, row + N*W) of the weights. BLOCK: 16, 32, or 0 for longer blocks.
+template <int BITS, int M, int N, int BLOCK>
+static void tile_int(const Linear& w, const Activations& a, int m0, int row, float* y, int ldy, bool accumulate) {
+    typedef Dot<BITS> D;
+    constexpr int bytes_per_chunk = CHUNK * PANEL * BITS / 8;
+    const int block = BLOCK ? BLOCK : w.block, blocks = w.k_padded / block, groups = w.k_padded / w.group;
+    const int blocks_per_group = w.group / block, chunks_per_block = BLOCK ? 1 : block / CHUNK;
+    const int panel = row / PANEL, lane = row % PANEL;
+    const uint8_t* codes = w.codes + (int64_t)panel * (w.k_padded / CHUNK) * bytes_per_chunk + 4 * lane;
+    const int8_t* x[M];
+    const float* xs[M];
+    const int32_t* xz[M];
+    V sum[M][N];
+    for (int m = 0; m < M; m++) {
+        x[m] = a.codes + (int64_t)(m0 + m) * w.k_padded;
+        xs[m] = a.scale + (int64_t)(m0 + m) * blocks;
+        xz[m] = a.sum + (int64_t)(m0 + m) * blocks;
+        for (int n = 0; n < N; n++) sum[m][n] = set1(0.0f);
+    }
+    int b = 0;
+    int64_t at = 0;
+    for (int g = 0; g < groups; g++) {
+        V scale[N];
+        I zero[N];
+        for (int n = 0; n < N; n++) {
+            int64_t i = ((int64_t)panel * groups + g) * PANEL + lane + W * n;
+            scale[n] = load_scale(w, i);
+            if (w.zeros) zero[n] = isub(iset1(D::bias), iload_u8(w.zeros + i));
+        }
+        for (int end = b + blocks_per_group; b < end; b++) {
+            I total[M][N];
+            for (int m = 0; m < M; m++)
+                for (int n = 0; n < N; n++) {
+                    total[m][n] = iset1(xz[m][b]);
+                    if (w.zeros) total[m][n] = imul(total[m][n], zero[n]);
+                }
+            for (int c = 0; c < chunks_per_block; c++) {
+                typename D::P part[M][N];
+                for (int m = 0; m < M; m++)
+                    for (int n = 0; n < N; n++) part[m][n] = D::open(total[m][n]);
+                if constexpr (BLOCK != 16) {
+                    for (int p = 0; p < bytes_per_chunk; p += 64) __builtin_prefetch(codes + PREFETCH + p);
+                    dot_quads<BITS, M, N, 0, 8>(part, codes, x, at);
+                    codes += bytes_per_chunk;
+                    at += CHUNK;
+                } else if (b % 2 == 0) {
+                    for (int p = 0; p < bytes_per_chunk; p += 64) __builtin_prefetch(codes + PREFETCH + p);
+                    dot_quads<BITS, M, N, 0, 4>(part, codes, x, at);
+                } else {
+                    dot_quads<BITS, M, N, 4, 8>(part, codes, x, at);
+                    codes += bytes_per_chunk;
+                    at += CHUNK;
+                }
+                for (int m = 0; m < M; m++)
+                    for (int n = 0; n < N; n++) total[m][n] = D::close(total[m][n], part[m][n]);
+            }
+            for (int m = 0; m < M; m++)
+                for (int n = 0; n < N; n++) sum[m][n] = fma(scale[n], mul(set1(xs[m][b]), to_float(total[m][n])), sum[m][n]);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) finish(w, sum[m][n], row + W * n, y + (int64_t)(m0 + m) * ldy, accumulate);
+}
+
+template <int BITS, int Q>
+INLINE void decode_quads(const Linear& w, const uint8_t* codes, const V* scale, const I* zero, float* out) {
+    for (int n = 0; n < PANEL / W; n++) {
+        const U u = unpack<BITS, Q>(codes + 4 * W * n);
+        const I c[4] = {byte_of<0>(u), byte_of<1>(u), byte_of<2>(u), byte_of<3>(u)};
+        for (int j = 0; j < 4; j++) {
+            const int h = Q / 4 * (PANEL / W) + n;  // the two halves of a chunk may belong to two groups of 16
+            V v = w.kind == NF4 ? lookup16(w.table, c[j]) : to_float(isub(c[j], zero[h]));
+            store(out + (4 * Q + j) * PANEL + W * n, mul(v, scale[h]));
+        }
+    }
+    if constexpr (Q < 7) decode_quads<BITS, Q + 1>(w, codes, scale, zero, out);
+}
+
+// Chunk c of a panel as floats [32][16]: float(code - zero) * scale, in fp32.
+static void decode_chunk(const Linear& w, int panel, int c, float* out) {
+    const int chunks = w.k_padded / CHUNK, groups = w.k_padded / w.group;
+    const uint8_t* codes = w.codes + ((int64_t)panel * chunks + c) * chunk_bytes(w);
+    if (w.kind == FP16 || w.kind == BF16) {
+        for (int i = 0; i < CHUNK * PANEL; i += W)
+            store(out + i, w.kind == FP16 ? load((const uint16_t*)codes + i) : load_bf16((const uint16_t*)codes + i));
+        return;
+    }
+    constexpr int vectors = PANEL / W;
+    V scale[2 * vectors];
+    I zero[2 * vectors];
+    for (int h = 0; h < 2 * vectors; h++) {
+        int64_t i = ((int64_t)panel * groups + (c * CHUNK + h / vectors * 16) / w.group) * PANEL + h % vectors * W;
+        scale[h] = load_scale(w, i);
+        zero[h] = w.zeros ? iload_u8(w.zeros + i) : iset1(w.zero);
+    }
+    if (w.bits == 8) decode_quads<8, 0>(w, codes, scale, zero, out);
+    else if (w.bits == 4) decode_quads<4, 0>(w, codes, scale, zero, out);
+    else if (w.bits == 3) decode_quads<3, 0>(w, codes, scale, zero, out);
+    else decode_quads<2, 0>(w, codes, scale, zero, out);
+}
+
+// `decoded`: the whole panel as floats [k][16], or null to decode chunk by chunk.
+template <int M, int N>
+static void tile_float(const Linear& w, const Activations& a, int m0, int row, const float* decoded, float* y, int ldy, bool accumulate) {
+    const int chunks = (w.k + CHUNK - 1) / CHUNK, lane = row % PANEL;
+    alignas(64) float own[CHUNK * PANEL];
+    const float* x[M];
+    V sum[M][N];
+    for (int m = 0; m < M; m++) {
+        x[m] = a.x + (int64_t)(m0 + m) * a.ldx;
+        for (int n = 0; n < N; n++) sum[m][n] = set1(0.0f);
+    }
+    for (int c = 0; c < chunks; c++) {
+        const float* t = own;
+        if (decoded) t = decoded + (int64_t)c * CHUNK * PANEL;
+        else decode_chunk(w, row / PANEL, c, own);
+        for (int k = 0; k < CHUNK; k++) {
+            for (int n = 0; n < N; n++) {
+                V v = load(t + k * PANEL + lane + W * n);
+                for (int m = 0; m < M; m++) sum[m][n] = fma(v, set1(x[m][c * CHUNK + k]), sum[m][n]);
+            }
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) finish(w, sum[m][n], row + W * n, y + (int64_t)(m0 + m) * ldy, accumulate);
+}
+
+template <int BITS, int BLOCK>
+static void panel_int(const Linear& w, const Activations& a, int rows, int panel, float* y, int ldy, bool accumulate) {
+    constexpr int both = PANEL / W;  // vectors in a panel; small tiles take them together, large ones would spill on AVX2
+    const int row = panel * PANEL;
+    int m = 0;
+    for (; m + 8 <= rows; m += 8)
+        for (int r = 0; r < PANEL; r += W) tile_int<BITS, 8, 1, BLOCK>(w, a, m, row + r, y, ldy, accumulate);
+    if (m + 4 <= rows) {
+        for (int r = 0; r < PANEL; r += W) tile_int<BITS, 4, 1, BLOCK>(w, a, m, row + r, y, ldy, accumulate);
+        m += 4;
+    }
+    if (m + 2 <= rows) { tile_int<BITS, 2, both, BLOCK>(w, a, m, row, y, ldy, accumulate); m += 2; }
+    if (m < rows) tile_int<BITS, 1, both, BLOCK>(w, a, m, row, y, ldy, accumulate);
+}
+
+static void panel_float(const Linear& w, const Activations& a, int rows, int panel, float* y, int ldy, bool accumulate, float* scratch) {
+    constexpr int both = PANEL / W;
+    const int row = panel * PANEL, chunks = w.k_padded / CHUNK;
+    const float* decoded = nullptr;
+    if (w.kind == FP32) decoded = (const float*)w.codes + (int64_t)panel * chunks * CHUNK * PANEL;
+    else if (rows > 8) {
+        for (int c = 0; c < chunks; c++) decode_chunk(w, panel, c, scratch + c * CHUNK * PANEL);
+        decoded = scratch;
+    }
+    int m = 0;
+    for (; m + 8 <= rows; m += 8)
+        for (int r = 0; r < PANEL; r += W) tile_float<8, 1>(w, a, m, row + r, decoded, y, ldy, accumulate);
+    for (; m + 2 <= rows; m += 2) tile_float<2, both>(w, a, m, row, decoded, y, ldy, accumulate);
+    if (m < rows) tile_float<1, both>(w, a, m, row, decoded, y, ldy, accumulate);
+}
+
+// Panels [first, last) of y[:, :n] = x W^T. `scratch` holds k_padded * 16 floats.
+static void multiply(const Linear& w, const Activations& a, int rows, int first, int last, float* y, int ldy, bool accumulate, float* scratch) {
+    for (int p = first; p < last; p++) {
+        if (w.kind != QUANTIZED || w.act_bits != 8) { panel_float(w, a, rows, p, y, ldy, accumulate, scratch); continue; }
+        auto by_block = [&](auto bits) {
+            constexpr int B = decltype(bits)::value;
+            if (w.block == 32) panel_int<B, 32>(w, a, rows, p, y, ldy, accumulate);
+            else if (w.block == 16) panel_int<B, 16>(w, a, rows, p, y, ldy, accumulate);
+            else panel_int<B, 0>(w, a, rows, p, y, ldy, accumulate);
+        };
+        if (w.bits == 8) by_block(std::integral_constant<int, 8>());
+        else if (w.bits == 4) by_block(std::integral_constant<int, 4>());
+        else if (w.bits == 3) by_block(std::integral_constant<int, 3>());
+        else by_block(std::integral_constant<int, 2>());
+    }
+}

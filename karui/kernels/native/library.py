@@ -1,0 +1,119 @@
+"""The compiled library through ctypes: the C structures mirrored, and a loaded `Library` per instruction set.
+
+ctypes releases the GIL during a call, so other Python threads run while a step computes.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import logging
+from functools import cache
+
+import torch
+
+from karui.configs.errors import KaruiError
+from karui.kernels.native.build import build, chosen_isa
+
+log = logging.getLogger(__name__)
+
+QUANTIZED, NF4, FP32, FP16, BF16 = range(5)
+CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Linear(C.Structure):
+    """`Linear` of weights.h."""
+
+    _fields_ = [(n, C.c_int32) for n in ("kind", "bits", "n", "k", "k_padded", "group", "block", "per_token", "act_bits", "scale_fp32",
+                                         "zero", "padding")] + [(n, C.c_void_p) for n in ("codes", "scales", "zeros", "bias", "table")]
+
+
+class Layer(C.Structure):
+    """`Layer` of model.cpp."""
+
+    _fields_ = [(n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down")] + [
+        (n, C.c_void_p) for n in ("input_norm", "post_norm", "q_norm", "k_norm")] + [("window", C.c_int64)]
+
+
+class Config(C.Structure):
+    """`Config` of model.cpp."""
+
+    _fields_ = [(n, C.c_int32) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_threads")] + [
+        ("eps", C.c_float), ("rope_factor", C.c_float)] + [
+        (n, C.c_void_p) for n in ("inv_freq", "final_norm", "embedding", "head", "layer")]
+
+
+class Batch(C.Structure):
+    """`Batch` of model.cpp."""
+
+    _fields_ = [(n, C.c_int32) for n in ("tokens_n", "sequences", "table_width", "wanted", "aux_n", "block_size")] + [
+        (n, C.c_void_p) for n in ("tokens", "positions", "slots", "query_starts", "context_lens", "block_tables", "rows", "tree",
+                                  "adapters", "aux_layers", "cosine", "sine", "logits", "hidden", "aux")]
+
+
+class Lora(C.Structure):
+    """`Lora` of model.cpp."""
+
+    _fields_ = [("rank", C.c_int32), ("padding", C.c_int32), ("a", C.c_void_p), ("b", C.c_void_p), ("row_scale", C.c_void_p)]
+
+
+class Library:
+    """One compiled library; `isa` names its instruction set."""
+
+    def __init__(self, isa: str) -> None:
+        self.isa = isa
+        lib = C.CDLL(str(build(isa)))
+        p, i = C.c_void_p, C.c_int
+        for name, result, arguments in (
+            ("karui_sizes", i, [i]), ("karui_pack", None, [p, i, i, i, i, p]), ("karui_model", p, [p]), ("karui_free", None, [p]),
+            ("karui_configure", None, [p, p]), ("karui_allocate", i, [p, C.c_int64, i]), ("karui_forward", i, [p, p]),
+            ("karui_copy_slots", None, [p, p, p, i]), ("karui_set_loras", None, [p, p, i]), ("karui_linear", None, [p, p, i, p]),
+            ("karui_decode_rows", None, [p, p, i, p]), ("karui_argmax", None, [p, i, i, p]),
+            ("karui_top_k", None, [p, i, i, i, p, p]),
+        ):
+            function = getattr(lib, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name.removeprefix("karui_"), function)
+        for which, structure in enumerate((Linear, Layer, Config, Batch, Lora)):
+            assert self.sizes(which) == C.sizeof(structure), f"{structure.__name__} differs between C++ and Python"
+
+    def __getattr__(self, name: str) -> C._CFuncPtr:  # only for type checkers: functions are set in __init__
+        raise AttributeError(name)
+
+
+@cache
+def load(isa: str | None = None) -> Library:
+    """The library for `isa` (default: `chosen_isa()`), compiled if need be. Raises `KaruiError` when that fails."""
+    return _load(isa or chosen_isa())
+
+
+@cache
+def _load(isa: str) -> Library:
+    try:
+        return Library(isa)
+    except OSError as error:
+        raise KaruiError(f"the native kernels could not be loaded: {error}") from error
+
+
+@cache
+def unavailable() -> str | None:
+    """Why the native kernels cannot serve here, or None when they can. Logged once."""
+    try:
+        load()
+    except KaruiError as error:
+        log.warning("native kernels are not available, the torch path serves: %s", error)
+        return str(error)
+    return None
+
+
+def available() -> bool:
+    """Whether the native kernels can be used; compiles them on the first call."""
+    return unavailable() is None
+
+
+def address(t: torch.Tensor | None) -> int | None:
+    """The data pointer of a contiguous CPU tensor; the caller keeps the tensor alive."""
+    if t is None:
+        return None
+    assert t.is_contiguous() and t.device.type == "cpu"
+    return t.data_ptr()

@@ -1,0 +1,679 @@
+// One engine step of a llama-shaped decoder, run by a team of threads that meet at barriers between phases, and the C interface.
+//
+// Shapes: T tokens of the step, S sequences, L wanted rows, H hidden, Q = heads * head_dim, KV = kv_heads * head_dim.
+// Weights and batch arrays belong to the caller; the model owns its work buffers and the caches.
+// Compiled once per instruction set (see build.py): -DKARUI_AVX512, -DKARUI_AVX2 or neither.
+#include <stdlib.h>
+
+#include <algorithm>
+
+#include "attention.h"
+#include "threads.h"
+
+// ---- interface structures, mirrored in karui/kernels/native/library.py ------------------------------------------------------------
+
+struct Layer {
+    Linear q, k, v, o, gate, up, down;
+    const float *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm, k_norm: [head_dim] or null
+    int64_t window;                                         // keys a row sees, itself included; 0: all
+};
+struct Config {
+    int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, max_threads;
+    float eps, rope_factor;  // rope_factor multiplies cos and sin
+    const float* inv_freq;   // [head_dim / 2]
+    const float* final_norm;
+    const Linear* embedding;
+    const Linear* head;
+    const Layer* layer;      // [layers]
+};
+struct Batch {
+    int32_t tokens_n, sequences, table_width, wanted, aux_n, block_size;
+    const int32_t *tokens, *positions, *slots, *query_starts, *context_lens, *block_tables, *rows;
+    const uint8_t* const* tree;  // null, or per sequence null or [q, q]
+    const int32_t* adapters;     // null or [S]
+    const int32_t* aux_layers;
+    const float *cosine, *sine;  // [T, head_dim / 2] or null: computed from inv_freq
+    float *logits, *hidden, *aux;
+};
+struct Lora {                    // y = row_scale * (W x + b a x) + bias; rank 0 leaves the module alone
+    int32_t rank, padding;
+    const float *a, *b;          // a [rank, k], b [rank, n] with the adapter's scale folded in
+    const float* row_scale;      // [n] or null for ones
+};
+
+constexpr int TARGETS = 7;  // q, k, v, o, gate, up, down
+
+// ---- work buffers ---------------------------------------------------------------------------------------------------------------
+
+template <typename X> struct Buffer {  // 64-byte aligned, zeroed when it grows, never shrinks
+    X* data = nullptr;
+    size_t size = 0;
+    X* need(size_t n) {
+        n += 64;
+        if (n > size) {
+            free(data);
+            size_t bytes = (n * sizeof(X) + 4095) / 4096 * 4096;
+            data = (X*)aligned_alloc(4096, bytes);
+            if (data) memset((void*)data, 0, bytes);
+            size = data ? n : 0;
+        }
+        return data;
+    }
+    ~Buffer() { free(data); }
+};
+
+struct Codes {  // int8 activations of one phase for one (block, per_token, factor)
+    Buffer<int8_t> codes;
+    Buffer<float> scale;
+    Buffer<int32_t> sum;
+};
+
+struct Item { int32_t sequence, first, rows, kv_head, chunk, partial; };  // chunk < 0: all chunks, result written directly
+
+struct Scratch {  // per thread
+    Buffer<float> panel, out, run;
+    Buffer<Partial> partial, running;
+    Buffer<const float*> query;
+    Buffer<int> from, to;
+    Gathered gathered;
+};
+
+static int round_up(int a, int b) { return (a + b - 1) / b * b; }
+
+struct Model {
+    Config c;
+    int dim_padded, ld_hidden, ld_inter, ld_q;
+    Team team;
+    std::vector<Cache> cache;
+    int64_t slots = 0;
+    std::vector<Scratch*> scratch;
+    std::vector<Lora> loras;  // [slot][layer][target]
+    int lora_slots = 0;
+    int max_padded = 0;
+
+    Buffer<float> h, normed, q, kv, mixed, gate, up, cosine, sine, low, product;
+    Codes coded[3];
+    std::vector<Item> items;
+    Buffer<float> split_out;
+    Buffer<Partial> split;
+    std::atomic<int> next{0};
+    bool any_split = false;
+    int merge_first = 0;
+    const Batch* b = nullptr;
+
+    explicit Model(const Config& config) : team(config.max_threads) {
+        for (int i = 0; i < team.size(); i++) scratch.push_back(new Scratch);
+        configure(config);
+    }
+    // Takes new weights of the same shapes; the caches stay.
+    void configure(const Config& config) {
+        c = config;
+        max_padded = 0;
+        dim_padded = round_up(c.head_dim, 16);
+        ld_hidden = round_up(c.hidden, 32);
+        ld_inter = round_up(c.intermediate, 32);
+        ld_q = round_up(c.heads * dim_padded, 32);
+        auto fit = [&](int& ld, const Linear& w) {  // rows are as long as the widest padding that reads them
+            ld = std::max(ld, w.k_padded);
+            max_padded = std::max(max_padded, w.k_padded);
+        };
+        fit(ld_hidden, *c.head);
+        for (int l = 0; l < c.layers; l++) {
+            const Layer& y = c.layer[l];
+            for (const Linear* w : {&y.q, &y.k, &y.v, &y.gate, &y.up}) fit(ld_hidden, *w);
+            fit(ld_q, y.o);
+            fit(ld_inter, y.down);
+        }
+        for (Scratch* s : scratch) s->panel.need((size_t)max_padded * PANEL);
+    }
+    ~Model() {
+        free_cache();
+        for (Scratch* s : scratch) delete s;
+    }
+
+    void free_cache() {
+        for (Cache& k : cache) { free(k.keys); free(k.values); free(k.key_scale); free(k.value_scale); }
+        cache.clear();
+    }
+    bool allocate(int64_t count, int type) {
+        free_cache();
+        slots = count;
+        const size_t groups = (size_t)(slots + 15) / 16, size = type == CACHE_FP32 ? 4 : type == CACHE_FP16 ? 2 : 1;
+        const size_t bytes = groups * c.kv_heads * 16 * dim_padded * size + 64, scales = groups * c.kv_heads * 16 * 4 + 64;
+        for (int l = 0; l < c.layers; l++) {
+            Cache k = {calloc(bytes, 1), calloc(bytes, 1), nullptr, nullptr, type, c.kv_heads, c.head_dim, dim_padded};
+            if (type == CACHE_INT8) { k.key_scale = (float*)calloc(scales, 1); k.value_scale = (float*)calloc(scales, 1); }
+            cache.push_back(k);
+            if (!k.keys || !k.values || (type == CACHE_INT8 && (!k.key_scale || !k.value_scale))) { free_cache(); return false; }
+        }
+        return true;
+    }
+
+    // ---- phases: every function below runs on all threads, thread `t` of `n` ------------------------------------------------------
+
+    // Splits [0, count) evenly; thread t gets [first, last).
+    static void share(int count, int t, int n, int& first, int& last) {
+        first = (int)((int64_t)count * t / n);
+        last = (int)((int64_t)count * (t + 1) / n);
+    }
+
+    // Whether parts i and j read the same int8 activations.
+    static bool same_codes(const Linear& x, const Linear& y) {
+        return x.block == y.block && x.per_token == y.per_token && x.k_padded == y.k_padded && factor(x) == factor(y);
+    }
+    static bool integer(const Linear& w) { return w.kind == QUANTIZED && w.act_bits == 8; }
+    static int32_t factor(const Linear& w) {  // what block sums are multiplied with, see Activations
+        if (w.zeros) return 1;
+        const int bias = w.bits == 8 ? Dot<8>::bias : Dot<4>::bias;
+        return bias - w.zero;
+    }
+
+    // Quantizes rows of x for each distinct need among the linears.
+    void quantize(const Linear* const* parts, int count, const float* x, int ldx, int rows, int first, int last) {
+        for (int i = 0; i < count; i++) {
+            const Linear& w = *parts[i];
+            if (!integer(w)) continue;
+            bool done = false;
+            for (int j = 0; j < i; j++) done |= integer(*parts[j]) && same_codes(w, *parts[j]);
+            if (done) continue;
+            const int blocks = w.k_padded / w.block;
+            for (int r = first; r < last; r++)
+                quantize_row(x + (int64_t)r * ldx, w.k_padded, w.block, w.per_token, factor(w), coded[i].codes.data + (int64_t)r * w.k_padded,
+                             coded[i].scale.data + (int64_t)r * blocks, coded[i].sum.data + (int64_t)r * blocks);
+        }
+        (void)rows;
+    }
+
+    // y_i = x W_i^T for up to three linears over the same rows, panels shared between the threads.
+    void linears(const Linear* const* parts, int count, const float* x, int ldx, int rows, float* const* y, const int* ldy, bool accumulate,
+                 int t, int n, const Lora* const* lora) {
+        int total = 0, first, last;
+        for (int i = 0; i < count; i++) total += num_panels(*parts[i]);
+        share(total, t, n, first, last);
+        for (int i = 0, at = 0; i < count; i++) {
+            const Linear& w = *parts[i];
+            int source = i;
+            for (int j = i - 1; j >= 0; j--)
+                if (integer(w) && integer(*parts[j]) && same_codes(w, *parts[j])) source = j;
+            const Activations a = {x, ldx, coded[source].codes.data, coded[source].scale.data, coded[source].sum.data};
+            const int p0 = std::max(first - at, 0), p1 = std::min(last - at, num_panels(w));
+            if (p0 < p1) multiply(w, a, rows, p0, p1, y[i], ldy[i], accumulate, scratch[t]->panel.data);
+            at += num_panels(w);
+        }
+        if (lora) add_adapters(parts, count, x, ldx, y, ldy, t, n, lora);
+        team.barrier();
+    }
+
+    // h += x W^T, with adapters through a buffer because they scale the product, not the residual stream.
+    void add_to_residual(const Linear* part, const float* x, int ldx, int t, int n, const Lora* lora) {
+        const int T = b->tokens_n;
+        float* to[] = {lora ? product.data : h.data};
+        linears(&part, 1, x, ldx, T, to, &ld_hidden, !lora, t, n, lora ? &lora : nullptr);
+        if (!lora) return;
+        int first, last;
+        share(T, t, n, first, last);
+        for (int64_t i = (int64_t)first * ld_hidden; i < (int64_t)last * ld_hidden; i++) h.data[i] += product.data[i];
+        team.barrier();
+    }
+
+    // y_i[row] += B (A x[row]) for rows whose sequence has an adapter; lora[i] is indexed by row.
+    void add_adapters(const Linear* const* parts, int count, const float* x, int ldx, float* const* y, const int* ldy, int t, int n,
+                      const Lora* const* lora) {
+        const int rows = b->tokens_n;
+        int first, last;
+        for (int i = 0; i < count; i++) {
+            team.barrier();
+            share(rows, t, n, first, last);
+            for (int r = first; r < last; r++) {
+                const Lora* l = row_lora(lora, i, r);
+                if (!l) continue;
+                for (int j = 0; j < l->rank; j++) {
+                    const float* a = l->a + (int64_t)j * parts[i]->k;
+                    const float* xr = x + (int64_t)r * ldx;
+                    V s = set1(0.0f);
+                    int k = 0;
+                    for (; k + W <= parts[i]->k; k += W) s = fma(load(a + k), load(xr + k), s);
+                    float d = hsum(s);
+                    for (; k < parts[i]->k; k++) d += a[k] * xr[k];
+                    low.data[(int64_t)r * low_ld + j] = d;
+                }
+            }
+            team.barrier();
+            share(num_panels(*parts[i]), t, n, first, last);
+            first *= PANEL;
+            last = std::min(last * PANEL, parts[i]->n);
+            for (int r = 0; r < rows; r++) {
+                const Lora* l = row_lora(lora, i, r);
+                if (!l) continue;
+                float* out = y[i] + (int64_t)r * ldy[i];
+                const float* bias = parts[i]->bias;
+                for (int k = first; k < last; k++) if (bias) out[k] -= bias[k];
+                for (int j = 0; j < l->rank; j++) {
+                    const float* bj = l->b + (int64_t)j * parts[i]->n;
+                    const float d = low.data[(int64_t)r * low_ld + j];
+                    int k = first;
+                    for (; k + W <= last; k += W) store(out + k, fma(load(bj + k), set1(d), load(out + k)));
+                    for (; k < last; k++) out[k] += bj[k] * d;
+                }
+                for (int k = first; k < last; k++) {
+                    if (l->row_scale) out[k] *= l->row_scale[k];
+                    if (bias) out[k] += bias[k];
+                }
+            }
+        }
+    }
+    int low_ld = 0;
+    std::vector<int32_t> row_slot;
+    const Lora* row_lora(const Lora* const* lora, int i, int row) const {
+        const int slot = row_slot[row];
+        if (slot < 0) return nullptr;
+        const Lora* l = lora[i] + (int64_t)slot * c.layers * TARGETS;
+        return l->rank ? l : nullptr;
+    }
+
+    void norm_rows(const float* weight, const Linear* const* parts, int count, int rows, int t, int n) {
+        int first, last;
+        share(rows, t, n, first, last);
+        for (int r = first; r < last; r++) rms_norm(h.data + (int64_t)r * ld_hidden, weight, c.hidden, c.eps, normed.data + (int64_t)r * ld_hidden);
+        quantize(parts, count, normed.data, ld_hidden, rows, first, last);
+        team.barrier();
+    }
+
+    int visible(int s, int row) const {  // keys that row `row` of sequence s sees, itself included
+        const int q = b->query_starts[s + 1] - b->query_starts[s], before = b->context_lens[s] - q;
+        const uint8_t* mask = b->tree ? b->tree[s] : nullptr;
+        if (!mask) return before + row + 1;
+        int count = before;
+        for (int j = 0; j < q; j++) count += mask[row * q + j];
+        return count;
+    }
+    int slot_of(int s, int index) const {
+        return b->block_tables[(int64_t)s * b->table_width + index / b->block_size] * b->block_size + index % b->block_size;
+    }
+    // Slots of keys [first, first + count) of the list that row `row` of sequence s sees.
+    void list_slots(int s, int row, int first, int count, int32_t* out) const {
+        const int q = b->query_starts[s + 1] - b->query_starts[s], before = b->context_lens[s] - q;
+        const uint8_t* mask = b->tree ? b->tree[s] : nullptr;
+        int i = 0;
+        for (; i < count && (!mask || first + i < before); i++) out[i] = slot_of(s, first + i);
+        if (i == count) return;
+        int index = before;
+        for (int j = 0; j < q; j++) {
+            if (!mask[row * q + j]) continue;
+            if (index >= first + i && i < count) out[i++] = slot_of(s, before + j);
+            index++;
+        }
+    }
+
+    // Work items of the step's attention: tiles of rows by kv head, cut by chunk where there would be too few.
+    void plan(int threads) {
+        items.clear();
+        const int group = c.heads / c.kv_heads, tile = std::max(1, 48 / group);
+        int whole = 0;
+        for (int s = 0; s < b->sequences; s++) {
+            const int q = b->query_starts[s + 1] - b->query_starts[s];
+            whole += (q + tile - 1) / tile * c.kv_heads;
+        }
+        const bool cut = threads > 1 && whole < 8 * threads;
+        any_split = false;
+        int partials = 0;
+        for (int s = 0; s < b->sequences; s++) {
+            const int q = b->query_starts[s + 1] - b->query_starts[s];
+            const bool tree = b->tree && b->tree[s];
+            const int step = tree ? 1 : tile;
+            for (int r = 0; r < q; r += step) {
+                const int rows = std::min(step, q - r), chunks = (visible(s, r + rows - 1) + KEYS - 1) / KEYS;
+                for (int head = 0; head < c.kv_heads; head++) {
+                    if (!cut || chunks < 3) { items.push_back({s, r, rows, head, -1, 0}); continue; }
+                    any_split = true;
+                    for (int k = 0; k < chunks; k++) items.push_back({s, r, rows, head, k, partials + k * rows * group});
+                    partials += chunks * rows * group;
+                }
+            }
+        }
+        split.need(partials);
+        split_out.need((size_t)partials * dim_padded);
+    }
+
+    template <typename T> void attend_item(const Item& item, int layer, Scratch& w) {
+        const Cache& cached = cache[layer];
+        const int group = c.heads / c.kv_heads, nq = item.rows * group, base = b->query_starts[item.sequence] + item.first;
+        const int window = (int)c.layer[layer].window;
+        const float** query = w.query.need(nq);
+        int *from = w.from.need(nq), *to = w.to.need(nq);
+        const int longest = visible(item.sequence, item.first + item.rows - 1);
+        const int shortest = visible(item.sequence, item.first);
+        for (int i = 0; i < nq; i++) query[i] = q.data + (int64_t)(base + i / group) * ld_q + (item.kv_head * group + i % group) * dim_padded;
+        int chunk = item.chunk < 0 ? 0 : item.chunk, stop = item.chunk < 0 ? (longest + KEYS - 1) / KEYS : item.chunk + 1;
+        if (window && item.chunk < 0) chunk = std::max(0, shortest - window) / KEYS;
+        Partial *part, *run = w.running.need(nq);
+        float *out, *total = w.run.need((size_t)nq * dim_padded);
+        if (item.chunk >= 0) { part = split.data + item.partial; out = split_out.data + (int64_t)item.partial * dim_padded; }
+        else { part = w.partial.need(nq); out = w.out.need((size_t)nq * dim_padded); }
+        for (int i = 0; i < nq; i++) {
+            run[i] = {NONE, 0.0f};
+            for (int d = 0; d < dim_padded; d++) total[(int64_t)i * dim_padded + d] = 0.0f;
+        }
+        for (; chunk < stop; chunk++) {
+            const int first = chunk * KEYS, count = std::min(KEYS, longest - first);
+            int32_t slots[KEYS];
+            list_slots(item.sequence, item.first + item.rows - 1, first, count, slots);
+            for (int i = 0; i < nq; i++) {
+                const int sees = visible(item.sequence, item.first + i / group);
+                to[i] = std::min(sees - first, KEYS);
+                from[i] = window ? std::max(0, sees - window - first) : 0;
+            }
+            Chunk keys;
+            find_chunk<T>(cached, item.kv_head, slots, count, w.gathered, keys);
+            if (item.chunk < 0 && chunk + 1 < stop && nq <= 8) prefetch_next<T>(cached, item, first + KEYS, longest);
+            attend_all<T>(cached, keys, nq, query, from, to, part, out);
+            if (item.chunk < 0)
+                for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * dim_padded, part[i], out + (int64_t)i * dim_padded, dim_padded);
+        }
+        if (item.chunk < 0)
+            for (int i = 0; i < nq; i++) write_mixed(base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
+    }
+    template <typename T> void prefetch_next(const Cache& cached, const Item& item, int first, int longest) {
+        for (int i = first; i < std::min(longest, first + KEYS); i += 16) {
+            const int slot = slot_of(item.sequence, i) / 16 * 16;
+            const char* k = (const char*)((const T*)cached.keys + key_at(cached, slot, item.kv_head, 0));
+            const char* v = (const char*)((const T*)cached.values + value_at(cached, slot, item.kv_head));
+            for (int p = 0; p < (int)(16 * dim_padded * sizeof(T)); p += 64) { __builtin_prefetch(k + p); __builtin_prefetch(v + p); }
+        }
+    }
+    void write_mixed(int row, int head, const Partial& run, const float* total) {
+        float* out = mixed.data + (int64_t)row * ld_q + head * c.head_dim;
+        const float r = 1.0f / run.sum;
+        for (int d = 0; d < c.head_dim; d++) out[d] = total[d] * r;
+    }
+
+    void attention(int layer, int t) {
+        Scratch& w = *scratch[t];
+        for (int i; (i = next.fetch_add(1)) < (int)items.size();) {
+            if (cache[layer].type == CACHE_FP32) attend_item<float>(items[i], layer, w);
+            else if (cache[layer].type == CACHE_FP16) attend_item<uint16_t>(items[i], layer, w);
+            else attend_item<int8_t>(items[i], layer, w);
+        }
+        team.barrier();
+        if (!any_split) return;
+        // Merge the cut items chunk by chunk, in order; each (sequence, tile, head) starts at its chunk 0.
+        const int group = c.heads / c.kv_heads, n = team.size();
+        int turn = 0;
+        for (size_t i = 0; i < items.size(); i++) {
+            const Item& item = items[i];
+            if (item.chunk != 0 || turn++ % n != t) continue;
+            const int nq = item.rows * group, base = b->query_starts[item.sequence] + item.first;
+            float* total = w.run.need((size_t)dim_padded);
+            for (int j = 0; j < nq; j++) {
+                Partial run = {NONE, 0.0f};
+                for (int d = 0; d < dim_padded; d++) total[d] = 0.0f;
+                for (size_t k = i; k < items.size() && items[k].chunk == (int)(k - i); k++) {
+                    const int64_t p = items[k].partial + j;
+                    merge(run, total, split.data[p], split_out.data + p * dim_padded, dim_padded);
+                }
+                write_mixed(base + j / group, item.kv_head * group + j % group, run, total);
+            }
+        }
+        team.barrier();
+    }
+
+    // Norm and rotation of queries and keys, and the cache write, one (token, head) at a time.
+    void rotate_and_store(const Layer& layer, int layer_index, int t, int n) {
+        const int T = b->tokens_n, heads = c.heads, all = heads + c.kv_heads, hd = c.head_dim;
+        const float scale = 1.0f / sqrtf((float)hd);
+        int first, last;
+        share(T * all, t, n, first, last);
+        alignas(64) float key[1024], value[1024], raw[1024];
+        for (int i = first; i < last; i++) {
+            const int row = i / all, head = i % all;
+            const float *cs = cosine.data + (int64_t)row * (hd / 2), *sn = sine.data + (int64_t)row * (hd / 2);
+            const bool is_query = head < heads;
+            const float* source = is_query ? gate.data + (int64_t)row * ld_qkv + head * hd
+                                           : kv.data + (int64_t)row * ld_kv + (head - heads) * hd;
+            const float* weight = is_query ? layer.q_norm : layer.k_norm;
+            float* out = is_query ? q.data + (int64_t)row * ld_q + head * dim_padded : key;
+            if (weight) { rms_norm(source, weight, hd, c.eps, raw); source = raw; }
+            memcpy(out, source, hd * 4);
+            rotate(out, cs, sn, hd, is_query ? scale : 1.0f);
+            if (is_query) continue;
+            const float* v = kv.data + (int64_t)row * ld_kv + c.kv_heads * hd + (head - heads) * hd;
+            memcpy(value, v, hd * 4);
+            for (int d = hd; d < dim_padded; d++) key[d] = value[d] = 0.0f;
+            write_cache(cache[layer_index], b->slots[row], head - heads, key, value);
+        }
+        team.barrier();
+    }
+    int ld_qkv = 0, ld_kv = 0;
+
+    void prepare(const Batch& batch) {  // by one thread, before the team starts
+        b = &batch;
+        const size_t T = batch.tokens_n, rows = std::max<size_t>(T, batch.wanted);
+        ld_qkv = c.heads * c.head_dim;
+        ld_kv = 2 * c.kv_heads * c.head_dim;
+        h.need(T * ld_hidden + max_padded);
+        normed.need(rows * ld_hidden + max_padded);
+        q.need(T * ld_q);
+        kv.need(T * ld_kv);
+        mixed.need(T * ld_q + max_padded);
+        gate.need(T * std::max(ld_inter, ld_qkv) + max_padded);
+        up.need(T * ld_inter);
+        cosine.need(T * (c.head_dim / 2));
+        sine.need(T * (c.head_dim / 2));
+        for (Codes& k : coded) {
+            k.codes.need(rows * max_padded);
+            k.scale.need(rows * (max_padded / 16));
+            k.sum.need(rows * (max_padded / 16));
+        }
+        row_slot.assign(T, -1);
+        low_ld = 0;
+        if (batch.adapters && lora_slots) {
+            for (int s = 0; s < batch.sequences; s++)
+                for (int r = batch.query_starts[s]; r < batch.query_starts[s + 1]; r++) row_slot[r] = batch.adapters[s];
+            for (const Lora& l : loras) low_ld = std::max(low_ld, l.rank);
+            low.need(T * low_ld);
+            product.need(T * ld_hidden);
+        }
+        plan(team.size());
+        next.store(0);
+    }
+
+    void run(int t) {
+        const int n = team.size(), T = b->tokens_n;
+        int first, last;
+        share(T, t, n, first, last);
+        for (int r = first; r < last; r++) {
+            decode_row(*c.embedding, b->tokens[r], h.data + (int64_t)r * ld_hidden);
+            const size_t half = c.head_dim / 2;
+            if (b->cosine) {
+                memcpy(cosine.data + r * half, b->cosine + r * half, half * 4);
+                memcpy(sine.data + r * half, b->sine + r * half, half * 4);
+            } else for (int i = 0; i < c.head_dim / 2; i++) {
+                const float angle = (float)b->positions[r] * c.inv_freq[i];
+                cosine.data[(int64_t)r * (c.head_dim / 2) + i] = cosf(angle) * c.rope_factor;
+                sine.data[(int64_t)r * (c.head_dim / 2) + i] = sinf(angle) * c.rope_factor;
+            }
+        }
+        const bool adapted = low_ld > 0;
+        for (int l = 0; l < c.layers; l++) {
+            const Layer& y = c.layer[l];
+            const Lora* base = adapted ? loras.data() + (int64_t)l * TARGETS : nullptr;
+            for (int i = 0; i < b->aux_n; i++)
+                if (b->aux_layers[i] == l) copy_aux(i, first, last);
+            const Linear* qkv[] = {&y.q, &y.k, &y.v};
+            const Lora* lora_qkv[] = {base, base + 1, base + 2};
+            norm_rows(y.input_norm, qkv, 3, T, t, n);
+            float* out_qkv[] = {gate.data, kv.data, kv.data + c.kv_heads * c.head_dim};
+            const int ld[] = {ld_qkv, ld_kv, ld_kv};
+            linears(qkv, 3, normed.data, ld_hidden, T, out_qkv, ld, false, t, n, adapted ? lora_qkv : nullptr);
+            rotate_and_store(y, l, t, n);
+            attention(l, t);
+            if (t == 0) next.store(0);
+            const Linear* o[] = {&y.o};
+            quantize(o, 1, mixed.data, ld_q, T, first, last);
+            team.barrier();
+            add_to_residual(&y.o, mixed.data, ld_q, t, n, adapted ? base + 3 : nullptr);
+            const Linear* gate_up[] = {&y.gate, &y.up};
+            const Lora* lora_gu[] = {base + 4, base + 5};
+            norm_rows(y.post_norm, gate_up, 2, T, t, n);
+            float* out_gu[] = {gate.data, up.data};
+            const int ldi[] = {ld_inter, ld_inter};
+            linears(gate_up, 2, normed.data, ld_hidden, T, out_gu, ldi, false, t, n, adapted ? lora_gu : nullptr);
+            const Linear* down[] = {&y.down};
+            for (int r = first; r < last; r++) {
+                float* g = gate.data + (int64_t)r * ld_inter;
+                swiglu(g, up.data + (int64_t)r * ld_inter, c.intermediate, g);
+                for (int i = c.intermediate; i < ld_inter; i++) g[i] = 0.0f;
+            }
+            quantize(down, 1, gate.data, ld_inter, T, first, last);
+            team.barrier();
+            add_to_residual(&y.down, gate.data, ld_inter, t, n, adapted ? base + 6 : nullptr);
+        }
+        for (int i = 0; i < b->aux_n; i++)
+            if (b->aux_layers[i] == c.layers) copy_aux(i, first, last);
+        const Linear* head[] = {c.head};
+        share(b->wanted, t, n, first, last);
+        for (int r = first; r < last; r++) {
+            float* out = normed.data + (int64_t)r * ld_hidden;
+            rms_norm(h.data + (int64_t)b->rows[r] * ld_hidden, c.final_norm, c.hidden, c.eps, out);
+            if (b->hidden) memcpy(b->hidden + (int64_t)r * c.hidden, out, c.hidden * 4);
+        }
+        quantize(head, 1, normed.data, ld_hidden, b->wanted, first, last);
+        team.barrier();
+        float* out_logits[] = {b->logits};
+        const int ldv[] = {c.vocab};
+        if (b->logits && b->wanted) linears(head, 1, normed.data, ld_hidden, b->wanted, out_logits, ldv, false, t, n, nullptr);
+    }
+    void copy_aux(int i, int first, int last) {
+        for (int r = first; r < last; r++)
+            memcpy(b->aux + ((int64_t)r * b->aux_n + i) * c.hidden, h.data + (int64_t)r * ld_hidden, c.hidden * 4);
+    }
+};
+
+// ---- packing ----------------------------------------------------------------------------------------------------------------------
+
+// codes [n, k] unsigned -> the layout of weights.h, zero codes in the padding. out: panels * chunks * chunk_bytes, zeroed by the caller.
+static void pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uint8_t* out) {
+    const int chunk_size = CHUNK * PANEL * bits / 8, chunks = k_padded / CHUNK;
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < k; i++) {
+            uint8_t* chunk = out + ((int64_t)(r / PANEL) * chunks + i / CHUNK) * chunk_size;
+            const int q = i % CHUNK / 4, at = 4 * (r % PANEL) + i % 4, v = codes[(int64_t)r * k + i];
+            if (bits == 8) chunk[64 * q + at] = (uint8_t)v;
+            else if (bits == 4) chunk[64 * (q / 2) + at] |= (uint8_t)(v << 4 * (q % 2));
+            else {
+                chunk[64 * (q / 4) + at] |= (uint8_t)((v & 3) << 2 * (q % 4));
+                if (bits == 3) chunk[128 + at] |= (uint8_t)(v >> 2 << q);
+            }
+        }
+}
+
+// ---- C interface ------------------------------------------------------------------------------------------------------------------
+
+extern "C" {
+
+int karui_sizes(int which) {  // so that the wrapper can check that it mirrors the structures
+    const int sizes[] = {(int)sizeof(Linear), (int)sizeof(Layer), (int)sizeof(Config), (int)sizeof(Batch), (int)sizeof(Lora)};
+    return which < 5 ? sizes[which] : -1;
+}
+
+void karui_pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uint8_t* out) { pack(codes, n, k, k_padded, bits, out); }
+
+void* karui_model(const Config* config) { return new Model(*config); }
+void karui_free(void* model) { delete (Model*)model; }
+int karui_allocate(void* model, int64_t slots, int type) { return ((Model*)model)->allocate(slots, type) ? 0 : 1; }
+
+// Takes new weights of the same shapes (and the same number of threads).
+void karui_configure(void* model, const Config* config) { ((Model*)model)->configure(*config); }
+
+// 0, or 1: no memory for the caches, 2: a token id outside the vocabulary, 3: a slot outside the caches.
+int karui_forward(void* model, const Batch* batch) {
+    Model* m = (Model*)model;
+    if (m->cache.empty()) return 1;
+    for (int i = 0; i < batch->tokens_n; i++) {
+        if (batch->tokens[i] < 0 || batch->tokens[i] >= m->c.vocab) return 2;
+        if (batch->slots[i] < 0 || batch->slots[i] >= m->slots) return 3;
+    }
+    for (int s = 0; s < batch->sequences; s++)
+        for (int i = 0; i < batch->context_lens[s]; i += batch->block_size) {
+            const int block = batch->block_tables[(int64_t)s * batch->table_width + i / batch->block_size];
+            if (i / batch->block_size >= batch->table_width || block < 0 || (int64_t)(block + 1) * batch->block_size > m->slots) return 3;
+        }
+    m->prepare(*batch);
+    m->team.run([](void* p, int t) { ((Model*)p)->run(t); }, m);
+    return 0;
+}
+
+void karui_copy_slots(void* model, const int32_t* from, const int32_t* to, int count) {
+    for (const Cache& c : ((Model*)model)->cache)
+        for (int i = 0; i < count; i++) copy_slot(c, from[i], to[i]);
+}
+
+// loras: [slots][layers][7] in the order q, k, v, o, gate, up, down; rank 0 leaves a module alone.
+void karui_set_loras(void* model, const Lora* loras, int slots) {
+    Model* m = (Model*)model;
+    m->loras.assign(loras, loras + (size_t)slots * m->c.layers * TARGETS);
+    m->lora_slots = slots;
+}
+
+// One linear alone, on the calling thread: y [rows, n] = x [rows, k] W^T (+ bias). For tests and other callers.
+void karui_linear(const Linear* w, const float* x, int rows, float* y) {
+    Buffer<float> padded, scale, scratch;
+    Buffer<int8_t> codes;
+    Buffer<int32_t> sum;
+    const int kp = w->k_padded, blocks = kp / w->block;
+    padded.need((size_t)rows * kp);
+    scratch.need((size_t)kp * PANEL);
+    for (int r = 0; r < rows; r++) memcpy(padded.data + (int64_t)r * kp, x + (int64_t)r * w->k, w->k * 4);
+    if (Model::integer(*w)) {
+        codes.need((size_t)rows * kp);
+        scale.need((size_t)rows * blocks);
+        sum.need((size_t)rows * blocks);
+        for (int r = 0; r < rows; r++)
+            quantize_row(padded.data + (int64_t)r * kp, kp, w->block, w->per_token, Model::factor(*w), codes.data + (int64_t)r * kp,
+                         scale.data + (int64_t)r * blocks, sum.data + (int64_t)r * blocks);
+    }
+    multiply(*w, {padded.data, kp, codes.data, scale.data, sum.data}, rows, 0, num_panels(*w), y, w->n, false, scratch.data);
+}
+
+void karui_decode_rows(const Linear* w, const int32_t* rows, int count, float* out) {
+    for (int i = 0; i < count; i++) decode_row(*w, rows[i], out + (int64_t)i * w->k);
+}
+
+void karui_argmax(const float* x, int rows, int n, int32_t* out) {  // the first of equal largest
+    for (int r = 0; r < rows; r++) {
+        const float* a = x + (int64_t)r * n;
+        V m = set1(-INFINITY);
+        int i = 0;
+        for (; i + W <= n; i += W) m = vmax(m, load(a + i));
+        float largest = hmax(m);
+        for (; i < n; i++) largest = a[i] > largest ? a[i] : largest;
+        int at = 0;
+        while (at < n - 1 && a[at] != largest) at++;
+        out[r] = at;
+    }
+}
+
+// values, indices [rows, k]: the k largest of each row, largest first, the lower index first among equals.
+void karui_top_k(const float* x, int rows, int n, int k, float* values, int32_t* indices) {
+    for (int r = 0; r < rows; r++) {
+        const float* a = x + (int64_t)r * n;
+        float* v = values + (int64_t)r * k;
+        int32_t* at = indices + (int64_t)r * k;
+        int held = 0;
+        auto offer = [&](int i) {
+            if (held == k && !(a[i] > v[k - 1])) return;
+            int j = held < k ? held++ : k - 1;
+            for (; j > 0 && v[j - 1] < a[i]; j--) { v[j] = v[j - 1]; at[j] = at[j - 1]; }
+            v[j] = a[i];
+            at[j] = i;
+        };
+        int i = 0;
+        for (; i + 4 * W <= n; i += 4 * W) {  // most blocks hold nothing above the smallest of the k
+            V m = vmax(vmax(load(a + i), load(a + i + W)), vmax(load(a + i + 2 * W), load(a + i + 3 * W)));
+            if (held == k && !(hmax(m) > v[k - 1])) continue;
+            for (int j = i; j < i + 4 * W; j++) offer(j);
+        }
+        for (; i < n; i++) offer(i);
+    }
+}
+}

@@ -1,0 +1,95 @@
+// Row-wise operations between the matrix products: norms, activation quantization, rotary embedding, SwiGLU, embedding rows.
+#pragma once
+#include "gemm.h"
+
+// out = x / sqrt(mean(x^2) + eps) * weight, over n values.
+static void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
+    V s = set1(0.0f);
+    int i = 0;
+    for (; i + W <= n; i += W) s = fma(load(x + i), load(x + i), s);
+    float total = hsum(s);
+    for (; i < n; i++) total += x[i] * x[i];
+    const float r = 1.0f / sqrtf(total / (float)n + eps);
+    for (i = 0; i + W <= n; i += W) store(out + i, mul(mul(load(x + i), set1(r)), load(weight + i)));
+    for (; i < n; i++) out[i] = x[i] * r * weight[i];
+}
+
+// Symmetric int8, round to nearest even: scale = max|x| / 127, code = round(x / scale), over the whole row (per_token) or each
+// block of inputs. x has k_padded readable values, zeros from k on. sum = sum of the block's codes times `factor`.
+static void quantize_row(const float* x, int k_padded, int block, bool per_token, int32_t factor, int8_t* codes, float* scale, int32_t* sum) {
+    float row_max = 0;
+    if (per_token) {
+        V m = set1(0.0f);
+        for (int i = 0; i < k_padded; i += W) m = vmax(m, vabs(load(x + i)));
+        row_max = hmax(m);
+    }
+    for (int b = 0; b < k_padded / block; b++) {
+        const float* xb = x + b * block;
+        float largest = row_max;
+        if (!per_token) {
+            V m = set1(0.0f);
+            for (int i = 0; i < block; i += W) m = vmax(m, vabs(load(xb + i)));
+            largest = hmax(m);
+        }
+        const float s = largest / 127.0f;
+        const V divisor = set1(s > 0 ? s : 1.0f), limit = set1(127.0f);
+        I total = iset1(0);
+        for (int i = 0; i < block; i += W) {
+            V v = div(load(xb + i), divisor);
+            I c = round_int(vmax(vmin(v, limit), set1(-127.0f)));
+            store_i8(codes + b * block + i, c);
+            total = iadd(total, c);
+        }
+        scale[b] = s;
+        sum[b] = ihsum(total) * factor;
+    }
+}
+
+// Rotate-half RoPE of one head in place, then times `scale`. cos, sin: [dim / 2].
+static void rotate(float* x, const float* cosine, const float* sine, int dim, float scale) {
+    const int half = dim / 2;
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = (a * cosine[i] - b * sine[i]) * scale;
+        x[i + half] = (b * cosine[i] + a * sine[i]) * scale;
+    }
+}
+
+// out = silu(gate) * up. `out` may be `gate`.
+static void swiglu(const float* gate, const float* up, int n, float* out) {
+    auto lanes = [](V g, V u) { return mul(div(g, add(set1(1.0f), vexp(sub(set1(0.0f), g)))), u); };
+    int i = 0;
+    for (; i + W <= n; i += W) store(out + i, lanes(load(gate + i), load(up + i)));
+    if (i < n) {
+        float g[W] = {0}, u[W] = {0};
+        memcpy(g, gate + i, (n - i) * 4);
+        memcpy(u, up + i, (n - i) * 4);
+        store(g, lanes(load(g), load(u)));
+        memcpy(out + i, g, (n - i) * 4);
+    }
+}
+
+// One value of a packed matrix.
+static float element(const Linear& w, int row, int k) {
+    const int panel = row / PANEL, lane = row % PANEL, q = k % CHUNK / 4, i = 4 * lane + k % 4;
+    const uint8_t* chunk = w.codes + ((int64_t)panel * (w.k_padded / CHUNK) + k / CHUNK) * chunk_bytes(w);
+    const int at = k % CHUNK * PANEL + lane;
+    if (w.kind == FP32) return ((const float*)chunk)[at];
+    if (w.kind == BF16) return bits_to_float((uint32_t)((const uint16_t*)chunk)[at] << 16);
+    float t[W];
+    auto half = [&](const uint16_t* p) { uint16_t h[W] = {*p}; store(t, load(h)); return t[0]; };
+    if (w.kind == FP16) return half((const uint16_t*)chunk + at);
+    int code;
+    if (w.bits == 8) code = chunk[64 * q + i];
+    else if (w.bits == 4) code = chunk[64 * (q / 2) + i] >> 4 * (q % 2) & 15;
+    else code = chunk[64 * (q / 4) + i] >> 2 * (q % 4) & 3;
+    if (w.bits == 3) code |= (chunk[128 + i] >> q & 1) << 2;
+    const int64_t g = ((int64_t)panel * (w.k_padded / w.group) + k / w.group) * PANEL + lane;
+    const float scale = w.scale_fp32 ? ((const float*)w.scales)[g] : half((const uint16_t*)w.scales + g);
+    return (w.kind == NF4 ? w.table[code] : (float)(code - (w.zeros ? w.zeros[g] : w.zero))) * scale;
+}
+
+// Row `row` as k floats (the token embedding).
+static void decode_row(const Linear& w, int row, float* out) {
+    for (int k = 0; k < w.k; k++) out[k] = element(w, row, k);
+}
