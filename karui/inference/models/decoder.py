@@ -63,6 +63,7 @@ class TorchRunner:
                  dtype: torch.dtype = torch.float32, bit_exact: bool = False) -> None:
         self.config, self.device, self.dtype, self.bit_exact = config, torch.device(device), dtype, bit_exact
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.default_kv_dtype = str(dtype).removeprefix("torch.").replace("float64", "float32")
         self._adapters: dict[int, dict[str, LoraWeights]] = {}
         f, factor = inverse_frequencies(config)
         self._frequencies = (f.to(self.device), factor)
@@ -110,9 +111,9 @@ class TorchRunner:
 
     # -- weights and adapters
 
-    def load_weights(self, weights: Weights) -> None:
-        """Replace all weights. Nothing changes when the check fails."""
-        checked = check_weights(self.config, weights)
+    def load_weights(self, weights: Weights, partial: bool = False) -> None:
+        """Replace all weights, or with `partial` those that are named. Nothing changes when the check fails."""
+        checked = check_weights(self.config, {**self._weights, **weights} if partial else weights)
         self._weights: dict[str, QTensor | torch.Tensor] = {
             name: w.to(self.device) if isinstance(w, QTensor) else w.to(self.device, self.dtype) for name, w in checked.items()}
 
@@ -124,6 +125,11 @@ class TorchRunner:
                 name: replace(w, a=w.a.to(self.device, self.dtype), b=w.b.to(self.device, self.dtype),
                               row_scale=None if w.row_scale is None else w.row_scale.to(self.device, self.dtype))
                 for name, w in layers.items()}
+
+    @torch.inference_mode()
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings [n, H] fp32 of token ids [n], on the CPU."""
+        return self._embed(tokens.long().to(self.device)).float().cpu()
 
     def dense_weight(self, module: str) -> torch.Tensor:
         """The fp32 weight [out, in] of a linear, dequantized."""

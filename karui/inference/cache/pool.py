@@ -1,0 +1,98 @@
+"""The block pool: reference counts, and a free list that forgets cached prefixes only when their block is needed (lazy LRU)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from karui.inference.cache.prefix import PrefixIndex
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens. A free block keeps its cached contents until it is handed out again.
+
+    `num_evicted` counts cached blocks that were overwritten.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex) -> None:
+        self.num_blocks, self.block_size, self.index = num_blocks, block_size, index
+        self.references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be handed out first
+        self._cached: set[int] = set()
+        self.num_evicted = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody holds, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose contents can be found by prefix."""
+        return len(self._cached)
+
+    def take(self) -> int:
+        """A block to write to, held once. The caller has checked `num_free`."""
+        block, _ = self._free.popitem(last=False)
+        if block in self._cached:
+            self.forget(block)
+            self.num_evicted += 1
+        self.references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more holder; a free block leaves the free list."""
+        if self.references[block] == 0:
+            del self._free[block]
+        self.references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder less for each. Later blocks of a sequence are reused first, so that what stays cached is its beginning."""
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            assert self.references[block] >= 0, f"block {block} released more often than held"
+            if self.references[block] == 0:
+                self._free[block] = None
+                if block not in self._cached:
+                    self._free.move_to_end(block, last=False)
+
+    def enter(self, name: Any, block: int) -> None:
+        """Make a full block's contents findable."""
+        if block not in self._cached and self.index.enter(name, block):
+            self._cached.add(block)
+
+    def forget(self, block: int) -> None:
+        self.index.drop(block)
+        self._cached.discard(block)
+
+    def forget_all(self) -> None:
+        """Empty the prefix index (new weights); blocks in use stay in use."""
+        for block in list(self._cached):
+            self.forget(block)
+
+    def match(self, tokens: Sequence[int], namespace: Hashable) -> tuple[list[int], list[Any]]:
+        """(blocks, names) of the longest cached prefix. Never the whole text: the last token must be run for its logits."""
+        blocks: list[int] = []
+        names: list[Any] = []
+        name = self.index.root(namespace)
+        for i in range((len(tokens) - 1) // self.block_size):
+            name = self.index.name(name, tokens[i * self.block_size:(i + 1) * self.block_size])
+            block = self.index.find(name)
+            if block is None:
+                break
+            blocks.append(block)
+            names.append(name)
+        return blocks, names
+
+    def check(self, holders: Sequence[Sequence[int]]) -> None:
+        """Assert that the books agree with what `holders` (the block lists of all sequences) say. For idle times and tests."""
+        counts = [0] * self.num_blocks
+        for blocks in holders:
+            for block in blocks:
+                counts[block] += 1
+        wrong = [(b, self.references[b], counts[b]) for b in range(self.num_blocks) if self.references[b] != counts[b]]
+        assert not wrong, f"reference counts differ from the holders (block, counted, held): {wrong[:8]}"
+        free = {b for b in range(self.num_blocks) if counts[b] == 0}
+        assert free == set(self._free), f"free list off by {sorted(free ^ set(self._free))[:8]}"
+        assert self._cached == self.index.blocks(), "the prefix index and the pool know different blocks"

@@ -1,0 +1,136 @@
+"""From a path to an engine: open the folder, choose a runner, find the tokenizer and the end tokens, set up speculation."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from karui.configs.errors import KaruiError, UnsupportedError, nearest
+from karui.inference.batch import Runner
+from karui.inference.bundle.reader import Opened, open_model
+from karui.inference.models.config import ModelConfig, from_hf
+from karui.inference.models.decoder import TorchRunner
+from karui.inference.speculate import Speculation
+from karui.inference.speculative.config import SpeculationConfig
+from karui.inference.speculative.draft_model import RunnerDrafter, check_vocabulary
+from karui.inference.speculative.factory import Speculator
+
+if TYPE_CHECKING:
+    from karui.inference.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+RunnerChoice = Literal["auto", "native", "torch"]
+_OPTIONS = ("device", "runner", "dtype", "bit_exact", "speculation", "kv_dtype", "memory", "max_context", "max_tokens_per_step",
+            "max_sequences", "block_size")
+
+
+def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", runner: RunnerChoice = "auto", dtype: str = "auto",
+         bit_exact: bool = False, speculation: SpeculationConfig | str | None = None, **options: Any) -> Engine:
+    """An engine for `path`: a bundle, a model folder, or a name of the catalogue.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1".
+        runner: "native" (C++, CPU), "torch" (the reference, any device) or "auto": native on a CPU if it serves the model.
+        dtype: of the torch runner; "auto": float32 on a CPU, bfloat16 on a GPU.
+        bit_exact: results independent of batch, chunking and caches in every bit (the native runner always is).
+        speculation: a `SpeculationConfig` or its short spelling, such as "ngram:8".
+        options: the arguments of `Engine`.
+    """
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise KaruiError(f"engine: unknown option {unknown[0]!r}; valid: {', '.join(_OPTIONS)}.{nearest(unknown[0], _OPTIONS)}")
+    spec = SpeculationConfig.parse(speculation) if isinstance(speculation, str) else speculation or SpeculationConfig()
+    opened = open_model(find(path))
+    config = from_hf(opened.config)
+    made = make_runner(opened, config, device=device, choice=runner, dtype=dtype, bit_exact=bit_exact)
+    tokenizer = load_tokenizer(opened.tokenizer_path)
+    drafting = None
+    if spec.method != "none":
+        drafting = _speculation(spec, opened, config, made, tokenizer, device=device, choice=runner, options=options)
+    return engine_class(made, tokenizer, eos_token_ids=end_tokens(opened, tokenizer), speculation=drafting, **options)
+
+
+def find(path: str | Path) -> Path:
+    """A folder as it is; anything else is a name for the catalogue."""
+    if Path(path).is_dir():
+        return Path(path)
+    from karui.catalogue import resolve
+
+    return Path(resolve(str(path)))
+
+
+def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", choice: RunnerChoice = "auto", dtype: str = "auto",
+                bit_exact: bool = False) -> Runner:
+    """The runner asked for, or the best one that can serve the model, with the reason logged."""
+    if choice not in ("auto", "native", "torch"):
+        raise KaruiError(f"runner {choice!r} is not known; use auto, native or torch.")
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise KaruiError(f"device {device!r}: torch sees no GPU on this machine; use device='cpu'.")
+    if choice == "native" and where.type != "cpu":
+        raise UnsupportedError(f"the native runner works on the CPU, not on {device}; use runner='torch' there.")
+    if choice != "torch" and where.type == "cpu" and dtype == "auto":
+        try:
+            from karui.inference.models.native import NativeRunner
+
+            made: Runner = NativeRunner(config, dict(opened.weights()))
+            logger.info("runner: native")
+            return made
+        except (ImportError, UnsupportedError) as error:
+            if choice == "native":
+                raise UnsupportedError(f"the native runner cannot serve {opened.path}: {error}") from error
+            logger.info("runner: torch, because the native one cannot serve this model: %s", error)
+    dtypes = {"auto": torch.float32 if where.type == "cpu" else torch.bfloat16, "float32": torch.float32,
+              "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in dtypes:
+        raise KaruiError(f"dtype {dtype!r} is not known; use one of {', '.join(dtypes)}.{nearest(dtype, dtypes)}")
+    return TorchRunner(config, dict(opened.weights()), where, dtypes[dtype], bit_exact)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, or None (token ids only) when it holds none."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        logger.info("%s holds no tokenizer: prompts must be token ids", folder)
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def end_tokens(opened: Opened, tokenizer: Any) -> list[int]:
+    """End tokens by generation_config.json, else config.json, and the tokenizer's own."""
+    try:
+        found = json.loads((opened.path / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError):
+        found = None
+    found = opened.config.get("eos_token_id") if found is None else found
+    ids = [] if found is None else list(found) if isinstance(found, list) else [found]
+    own = getattr(tokenizer, "eos_token_id", None)
+    return sorted({*ids, *([] if own is None else [own])})
+
+
+def _speculation(spec: SpeculationConfig, opened: Opened, config: ModelConfig, runner: Runner, tokenizer: Any, *, device: str,
+                 choice: RunnerChoice, options: dict[str, Any]) -> Speculation:
+    drafter = None
+    if spec.method == "draft":
+        assert spec.path is not None
+        draft = open_model(find(spec.path))
+        draft_config, other = from_hf(draft.config), load_tokenizer(draft.tokenizer_path)
+        check_vocabulary(config.vocab_size, draft_config.vocab_size)
+        if tokenizer is not None and other is not None:
+            check_vocabulary(tokenizer.get_vocab(), other.get_vocab())
+        model = make_runner(draft, draft_config, device=device, choice=choice)
+        context = options.get("max_context") or min(config.max_context, draft_config.max_context, 8192)
+        drafter = RunnerDrafter(model, max_context=context, max_sequences=options.get("max_sequences", 64))
+    embed = None
+    if spec.method == "eagle3":
+        if not hasattr(runner, "embed"):
+            raise UnsupportedError(f"eagle3 needs the embedding lookup that {type(runner).__name__} does not give.")
+        embed = runner.embed
+    heads = opened.path if spec.method in ("medusa", "eagle3") else None
+    return Speculation(spec, Speculator(spec, config, heads=heads, embed=embed, drafter=drafter).new)

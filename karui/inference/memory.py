@@ -1,0 +1,56 @@
+"""How many KV blocks a byte budget buys, said in words."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import torch
+
+from karui.configs.errors import KaruiError
+from karui.inference.batch import Runner
+
+logger = logging.getLogger(__name__)
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+CPU_DEFAULT_BYTES = 2 << 30
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a number or a text such as "2GiB" or "500MB". Raises `KaruiError` for anything else and for less than one byte."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if match is None or match[2].lower() not in _UNITS or (value := int(float(match[1]) * _UNITS[match[2].lower()])) < 1:
+        raise KaruiError(f"memory {size!r} is not a size; write a number of bytes or a text such as '2GiB' or '500MB'.")
+    return value
+
+
+def default_budget(device: torch.device) -> int:
+    """A quarter of the free memory, 2 GiB at most, on a CPU; on a GPU nine tenths of what is free after the weights."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    import psutil
+
+    return min(CPU_DEFAULT_BYTES, psutil.virtual_memory().available // 4)
+
+
+def plan(runner: Runner, kv_dtype: str, memory: int | str | None, max_context: int | None, model_context: int,
+         max_sequences: int, block_size: int) -> tuple[int, int]:
+    """(number of blocks, context length). Raises `KaruiError` when the budget cannot hold what was asked for."""
+    if max_context is not None and not 2 <= max_context <= model_context:
+        raise KaruiError(f"max_context is {max_context:,}; this model's positions reach from 2 to {model_context:,}.")
+    per_token = runner.kv_bytes_per_token(kv_dtype)
+    budget = default_budget(torch.device(getattr(runner, "device", "cpu"))) if memory is None else parse_bytes(memory)
+    affordable = budget // (per_token * block_size)
+    wanted = max_context or model_context
+    blocks = min(affordable, max_sequences * -(-wanted // block_size))
+    sizes = f"{budget:,} bytes at {per_token:,} bytes per token ({kv_dtype}) hold {affordable * block_size:,} tokens"
+    if blocks < 2 or (max_context is not None and blocks * block_size < max_context):
+        raise KaruiError(f"KV memory: {sizes}; one context of {max(wanted if max_context else 2 * block_size, 2):,} tokens needs "
+                         f"{per_token * -(-(max_context or 2 * block_size) // block_size) * block_size:,} bytes. "
+                         "Raise memory, lower max_context, or choose a smaller kv_dtype.")
+    context = min(wanted, blocks * block_size)
+    logger.info("KV cache: %s; using %d blocks of %d tokens, context up to %d, weights %d bytes",
+                sizes, blocks, block_size, context, runner.weight_bytes())
+    if context < wanted:
+        logger.info("context limited to %d tokens of the model's %d by the KV memory", context, model_context)
+    return blocks, context

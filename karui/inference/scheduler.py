@@ -1,0 +1,328 @@
+"""Who runs next: one token budget per step for decodes and prompt chunks alike, preemption by recompute.
+
+Each step the running sequences come first, decodes before prompt chunks, then waiting ones are admitted after a look into the
+prefix cache. When a running sequence finds no free block, the last in order gives its blocks back and waits again; its computed
+tokens are computed anew (mostly found in the prefix cache). The first in order is never preempted, so something always finishes.
+
+Order is (priority, arrival, index): lower priority numbers first, then first come first served.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from karui.inference.cache.pool import BlockPool
+
+SCORED_ROWS = 256
+
+
+class EngineStuckError(RuntimeError):
+    """Work is waiting and a step scheduled none of it: a bug, reported with the scheduler's state instead of a hang."""
+
+
+class Sequence:
+    """One token sequence and the blocks that hold its keys.
+
+    Attributes:
+        tokens: prompt and output. Rows of `tokens[num_computed:]` are still to be run.
+        num_computed: tokens whose keys are in the cache and final.
+        blocks: block ids, in order; `names` are the prefix-cache names of the leading full ones.
+        owner: whatever the engine hangs on it.
+        held: not to be scheduled (a beam that waits for its siblings).
+        recompute: no prefix-cache lookup, every row is wanted (scoring).
+    """
+
+    __slots__ = ("order", "tokens", "num_prompt", "num_computed", "blocks", "names", "namespace", "owner", "held", "recompute",
+                 "failures", "draft", "table_row", "running", "tables_filled")
+
+    def __init__(self, tokens: list[int], order: tuple[int, int, int], namespace: Any, owner: Any,
+                 recompute: bool = False) -> None:
+        self.tokens, self.order, self.namespace, self.owner, self.recompute = tokens, order, namespace, owner, recompute
+        self.num_prompt = len(tokens)
+        self.num_computed = self.failures = self.tables_filled = 0
+        self.blocks: list[int] = []
+        self.names: list[Any] = []
+        self.held = self.running = False
+        self.draft: Any = None
+        self.table_row = -1
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens whose keys are not in the cache yet."""
+        return len(self.tokens) - self.num_computed
+
+    def __lt__(self, other: Sequence) -> bool:
+        return self.order < other.order
+
+
+@dataclass(slots=True)
+class Work:
+    """`count` pending tokens of `sequence` run in this step, and behind them the `num_drafted` nodes of its draft."""
+
+    sequence: Sequence
+    count: int
+    num_drafted: int = 0
+
+    @property
+    def drafted(self) -> bool:
+        return self.num_drafted > 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: what runs, and the token slots to copy before it (source, target)."""
+
+    works: list[Work] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the block pool and the queues; the engine adds sequences, asks for a `Plan`, and reports what was computed.
+
+    Args:
+        pool: the block pool.
+        max_tokens: rows per step, all sequences together.
+        max_sequences: sequences running at once.
+        max_context: tokens a sequence may have; fixes the width of the block tables.
+        max_chunk: rows of one prompt per step; bounds how long decodes wait behind a long prompt.
+        on_preempt: told of each preempted sequence.
+    """
+
+    def __init__(self, pool: BlockPool, max_tokens: int, max_sequences: int, max_context: int, max_chunk: int | None = None,
+                 on_preempt: Callable[[Sequence], None] | None = None) -> None:
+        self.pool, self.max_tokens, self.max_sequences = pool, max_tokens, max_sequences
+        self.max_chunk = max_chunk or max_tokens
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.tables = np.zeros((max_sequences, -(-max_context // pool.block_size) + 1), dtype=np.int32)
+        self._rows = list(range(max_sequences))[::-1]
+        self._on_preempt = on_preempt
+        self.num_preemptions = self.num_cached_tokens = self.num_looked_up_tokens = 0
+
+    # -- the queues
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and give its blocks back."""
+        self._release(sequence)
+        if sequence.running:
+            self._stop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` continues `parent`'s computed tokens: all blocks are shared, written ones are copied when it comes to that.
+
+        Without a free place among the running the child waits and finds its prompt in the prefix cache.
+        """
+        if not parent.running or len(self.running) >= self.max_sequences:
+            self.add(child)
+            return
+        for block in parent.blocks:
+            self.pool.share(block)
+        child.blocks, child.names, child.num_computed = list(parent.blocks), list(parent.names), parent.num_computed
+        self._start(child)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the waiting, everything to be computed anew."""
+        self.num_preemptions += 1
+        self._release(sequence)
+        self._stop(sequence)
+        self.add(sequence)
+        if self._on_preempt:
+            self._on_preempt(sequence)
+
+    def preempt_all(self) -> None:
+        for sequence in list(self.running):
+            self.preempt(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    # -- planning
+
+    def schedule(self) -> Plan:
+        """The next step. Raises `EngineStuckError` when sequences wait and none can run."""
+        plan = Plan()
+        works: dict[Sequence, Work] = {}
+        suspect = next((s for s in self.running if s.failures), None)
+        if suspect is not None:  # a step with it failed: alone it shows whether it was the cause
+            suspect.draft = None
+            self._run(suspect, self._chunk(suspect, self.max_tokens), works, plan)
+        if not works:
+            self._decodes(works, plan)
+            self._chunks(works, plan)
+            if self.waiting:
+                self._admit(works, plan)
+        plan.works = list(works.values())
+        if not plan.works and self.has_work:
+            raise EngineStuckError(f"work is waiting and the step is empty.\n{self.dump()}")
+        return plan
+
+    def _decodes(self, works: dict[Sequence, Work], plan: Plan) -> None:
+        budget = self.max_tokens
+        for s in tuple(self.running):
+            if s.held or not s.running or len(s.tokens) - s.num_computed != 1:
+                continue
+            if budget <= 0:
+                return
+            extra = len(s.draft) if s.draft is not None else 0
+            if extra and (extra >= budget or not self._reserve(s, 1 + extra, plan)):
+                s.draft, extra = None, 0
+            if extra:
+                works[s] = Work(s, 1, extra)
+            elif not self._run(s, 1, works, plan):
+                continue
+            budget -= 1 + extra
+
+    def _chunks(self, works: dict[Sequence, Work], plan: Plan) -> None:
+        for s in tuple(self.running):
+            if s.held or not s.running or s in works or s.num_pending <= 1:
+                continue
+            budget = self.max_tokens - _rows(works)
+            if budget <= 0:
+                return
+            self._run(s, self._chunk(s, budget), works, plan)
+
+    def _admit(self, works: dict[Sequence, Work], plan: Plan) -> None:
+        while self.waiting and (budget := self.max_tokens - _rows(works)) > 0:
+            s = self.waiting[0]
+            if s.held:
+                # Its blocks were taken while it waited for its siblings; it needs none until it goes on.
+                s = next((w for w in self.waiting if not w.held), s)
+                if s.held:
+                    return
+            blocks, names = ([], []) if s.recompute else self.pool.match(s.tokens, s.namespace)
+            needed = -(-len(s.tokens) // self.pool.block_size) - len(blocks)
+            free = self.pool.num_free - sum(self.pool.references[b] == 0 for b in blocks)
+            # One block of slack per running sequence, else the newcomer would be the next one preempted.
+            slack = sum(not r.held for r in self.running)
+            if len(self.running) >= self.max_sequences or free < needed + slack:
+                worst = self.running[-1] if self.running else None
+                if worst is None or worst.order[0] <= s.order[0]:
+                    if self.running and all(r.held for r in self.running):
+                        self.preempt(self.running[-1])
+                        continue
+                    return
+                works.pop(worst, None)
+                self.preempt(worst)
+                continue
+            self.waiting.remove(s)
+            for block in blocks:
+                self.pool.share(block)
+            s.blocks, s.names, s.num_computed = blocks, names, len(blocks) * self.pool.block_size
+            self.num_cached_tokens += s.num_computed
+            self.num_looked_up_tokens += len(s.tokens)
+            self._start(s)
+            if not self._run(s, self._chunk(s, budget), works, plan):
+                return
+
+    def _chunk(self, s: Sequence, budget: int) -> int:
+        # Scoring wants the logits of every row, which are larger than all else a step holds.
+        return min(s.num_pending, self.max_chunk, budget, SCORED_ROWS if s.recompute else budget)
+
+    def _run(self, s: Sequence, count: int, works: dict[Sequence, Work], plan: Plan) -> bool:
+        """Reserve blocks for `count` tokens, preempting from the back of the order; False when `s` itself had to go."""
+        while not self._reserve(s, count, plan):
+            victim = self.running[-1]
+            works.pop(victim, None)
+            # Its freshly copied block may go to somebody else in this very step.
+            plan.copies = [c for c in plan.copies if c[1] // self.pool.block_size not in victim.blocks]
+            self.preempt(victim)
+            if victim is s:
+                return False
+        works[s] = Work(s, count)
+        return True
+
+    def _reserve(self, s: Sequence, count: int, plan: Plan) -> bool:
+        """Blocks of its own for the next `count` tokens of `s`; False, and nothing changed, when there are too few."""
+        size, pool, blocks = self.pool.block_size, self.pool, s.blocks
+        first, missing = s.num_computed // size, -(-(s.num_computed + count) // size) - len(blocks)
+        shared = first < len(blocks) and pool.references[blocks[first]] > 1
+        if missing <= 0 and not shared:
+            return True
+        if max(missing, 0) + shared > pool.num_free:
+            return False
+        if shared:  # copy on write: a fork's last block is filled differently by each of its holders
+            old, new = blocks[first], pool.take()
+            plan.copies += [(old * size + i, new * size + i) for i in range(s.num_computed % size)]
+            pool.release([old])
+            blocks[first] = new
+            self.tables[s.table_row, first] = new
+        for _ in range(missing):
+            blocks.append(pool.take())
+        self._fill_table(s)
+        return True
+
+    # -- after the step
+
+    def computed(self, s: Sequence, count: int) -> None:
+        """`count` more tokens of `s` have final keys; full blocks become findable."""
+        s.num_computed += count
+        s.failures = 0
+        size = self.pool.block_size
+        for i in range(len(s.names), s.num_computed // size):
+            parent = s.names[-1] if s.names else self.pool.index.root(s.namespace)
+            s.names.append(self.pool.index.name(parent, s.tokens[i * size:(i + 1) * size]))
+            self.pool.enter(s.names[-1], s.blocks[i])
+
+    def trim(self, s: Sequence) -> None:
+        """Give back blocks beyond the known tokens (rejected drafts)."""
+        needed = -(-len(s.tokens) // self.pool.block_size)
+        if len(s.blocks) > needed:
+            self.pool.release(s.blocks[needed:])
+            del s.blocks[needed:]
+            s.tables_filled = min(s.tables_filled, needed)
+
+    def check_integrity(self) -> None:
+        """Assert that blocks, tables and queues agree; cheap enough for idle moments and every test step."""
+        self.pool.check([s.blocks for s in self.running])
+        assert self.running == sorted(self.running) and self.waiting == sorted(self.waiting), "queues out of order"
+        for s in self.running:
+            assert s.running and s.num_computed <= len(s.blocks) * self.pool.block_size, "more tokens computed than blocks hold"
+            assert self.tables[s.table_row, :len(s.blocks)].tolist() == s.blocks, "block table differs from the sequence's blocks"
+        assert all(not s.running and not s.blocks for s in self.waiting), "a waiting sequence holds blocks"
+        assert len(self._rows) + len(self.running) == self.max_sequences, "a block-table row was lost"
+
+    def dump(self) -> str:
+        """The state in words, for errors."""
+        def line(s: Sequence) -> str:
+            return f"  {s.order}: {s.num_computed}/{len(s.tokens)} tokens, {len(s.blocks)} blocks{', held' if s.held else ''}"
+
+        return "\n".join([f"blocks: {self.pool.num_free} free of {self.pool.num_blocks}, {self.pool.num_cached} cached; "
+                          f"{self.max_tokens} rows per step, {self.max_sequences} sequences at most",
+                          f"running {len(self.running)}:", *map(line, self.running[:16]),
+                          f"waiting {len(self.waiting)}:", *map(line, self.waiting[:16])])
+
+    # -- bookkeeping
+
+    def _start(self, s: Sequence) -> None:
+        s.running, s.table_row, s.tables_filled = True, self._rows.pop(), 0
+        insort(self.running, s)
+        self._fill_table(s)
+
+    def _stop(self, s: Sequence) -> None:
+        self.running.remove(s)
+        self._rows.append(s.table_row)
+        s.running, s.table_row = False, -1
+
+    def _fill_table(self, s: Sequence) -> None:
+        if s.tables_filled < len(s.blocks):
+            self.tables[s.table_row, s.tables_filled:len(s.blocks)] = s.blocks[s.tables_filled:]
+            s.tables_filled = len(s.blocks)
+
+    def _release(self, s: Sequence) -> None:
+        self.pool.release(s.blocks)
+        s.blocks, s.names, s.num_computed, s.draft = [], [], 0, None
+
+
+def _rows(works: dict[Sequence, Work]) -> int:
+    return sum(w.count + w.num_drafted for w in works.values())
