@@ -5,7 +5,7 @@
     dequantize(q, dtype)                     the values the codes stand for
     fake_quantize(w, spec)                   dequantize(quantize(w)), gradient straight through (Bengio et al., arXiv 1308.3432)
 
-One file per family of grids, each with `encode` and `decode` over [rows, in] fp32: integer, ternary, nf4, float8, microscaling, nvfp4.
+One file per family of grids (integer, ternary, nf4, float8, microscaling, nvfp4): `encode`, `decode` over [rows, in] fp32.
 """
 
 from __future__ import annotations
