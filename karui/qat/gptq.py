@@ -1,0 +1,216 @@
+"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after another, each error made up for by the columns still open.
+
+    H = 2/N sum x x^T over the layer's inputs, taken from the already quantized prefix of the model and of the block itself
+    U = upper Cholesky factor of (H + damp * mean(diag H) * I)^-1
+    for each input j in order of falling H_jj ("static act-order": the groups' scales are fixed beforehand, in the original order, so
+    the result needs no index of columns):
+        q_j = round(w_j),   e = (w_j - q_j) / U_jj,   w_k -= e U_jk for k > j
+
+Blocks of columns are updated lazily (section 3.3). If the factorisation fails the damping grows tenfold, up to `max_damp`; then the layer
+is rounded to nearest and the report says so. An input that is always zero has no say: its weights are rounded to nearest.
+Departure from the paper: scales come from a search weighted by diag(H) (`scale_search`), and q, k, v (gate, up) share one Hessian.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.quantspec import QuantSpec
+from karui.kernels.qtensor import QTensor
+from karui.kernels.quantize.grid import grouped, inverse
+from karui.kernels.quantize.integer import find_range
+from karui.qat.calibration import Block, Stage
+from karui.qat.rtn import RTNConfig, rounded
+from karui.qat.search import search_scale
+from karui.qat.types import LayerReport, MethodConfig
+
+log = logging.getLogger(__name__)
+
+
+class GPTQConfig(MethodConfig):
+    """damp: share of the mean diagonal added to it; max_damp: largest share tried after a failed factorisation;
+    block: columns per lazy update; act_order: columns in order of falling importance, scales static; scale_search: what a
+    group's scale minimises: `range` (nothing: absmax), `mse`, or `hessian` (squared error weighted by diag H);
+    signed_scale: see RTN; min_tokens: an expert that saw fewer tokens than this is rounded to nearest and named."""
+
+    damp: float = Field(0.01, gt=0)
+    max_damp: float = Field(1.0, gt=0)
+    block: int = Field(128, ge=1)
+    act_order: bool = True
+    scale_search: Literal["range", "mse", "hessian"] = "hessian"
+    steps: int = Field(24, ge=1)
+    signed_scale: bool = True
+    min_tokens: int = Field(256, ge=1)
+
+
+CONFIG = GPTQConfig
+
+
+def quantize_block(block: Block, config: GPTQConfig) -> None:
+    """Commit the block's linears stage by stage: each stage's inputs already feel the stages before it."""
+    for stage in block.stages():
+        grams, counts = accumulate(block, stage)
+        for i, group in enumerate(stage):
+            names = group.names
+            if counts[i] < (config.min_tokens if group.routed else 1):
+                _nearest(block, names, counts[i], f"rtn: only {counts[i]} of {block.tokens} tokens reached it, {config.min_tokens} needed")
+                continue
+            for spec in dict.fromkeys(block.specs[n] for n in names):  # usually one; mixed precision splits the group
+                same = [n for n in names if block.specs[n] == spec]
+                weights = [block.linears[n].weight.detach().float() for n in same]
+                joint = torch.cat(weights)
+                result = solve(joint, grams[i], spec, config, name=same[0])
+                if result is None:
+                    _nearest(block, tuple(same), counts[i], f"rtn: the Hessian is not positive definite even with damping {config.max_damp}")
+                    continue
+                q, damp = result
+                for n, w, part in zip(same, weights, split(q, [len(w) for w in weights])):
+                    note = f"damping {damp:g}" if damp != config.damp else ""
+                    error = output_error(w, part, grams[i])
+                    block.commit(
+                        n, part, LayerReport(name=n, spec=str(spec), method="gptq", error=error, error_of="output", tokens=counts[i], note=note)
+                    )
+
+
+def _nearest(block: Block, names: tuple[str, ...], tokens: int, why: str) -> None:
+    for n in names:
+        log.warning("%s: %s", n, why)
+        w = block.linears[n].weight.detach().float()
+        q = rounded(w, block.specs[n], RTNConfig(), n)
+        error = float((w - q.dequantize()).square().sum() / w.square().sum().clamp_min(1e-30))
+        block.commit(n, q, LayerReport(name=n, spec=str(q.spec), method="rtn", error=error, tokens=tokens, fallback=why))
+
+
+def accumulate(block: Block, stage: Stage) -> tuple[list[torch.Tensor], list[int]]:
+    """2/N sum x x^T in fp32, [in, in], and the tokens N of each group of the stage; refuses NaN and Inf by the layer's name."""
+    grams = [torch.zeros(block.linears[g.names[0]].in_features, block.linears[g.names[0]].in_features, device=block.device) for g in stage]
+    counts = [0] * len(stage)
+    position = {g: i for i, g in enumerate(stage)}
+    for group, x in block.capture(stage):
+        i = position[group]
+        add_gram(grams[i], x.float())
+        counts[i] += x.shape[0]
+    for i, group in enumerate(stage):
+        if not torch.isfinite(grams[i].diagonal()).all():
+            raise KaruiError(
+                f"{group.names[0]}: its inputs hold NaN or infinite values on the calibration rows; {block.diagnose(block.slices()[0])}"
+            )
+        upper = grams[i].triu_()
+        grams[i] = (upper + upper.triu(1).T).mul_(2.0 / max(counts[i], 1))
+    return grams, counts
+
+
+def add_gram(gram: torch.Tensor, x: torch.Tensor) -> None:
+    """gram += x^T x for x [tokens, in], upper triangle only, in strips: 2/3 of the work of the whole product."""
+    width = x.shape[1]
+    step = max(192, -(-width // 4))
+    for a in range(0, width, step):
+        gram[a : a + step, a:].addmm_(x[:, a : a + step].T, x[:, a:])
+
+
+def factor(gram: torch.Tensor, damp: float, max_damp: float) -> tuple[torch.Tensor, float] | None:
+    """U with U^T U = (gram + damp * mean diag * I)^-1 and the damping that worked, or None."""
+    mean = gram.diagonal().mean()
+    while damp <= max_damp:
+        h = gram.clone()
+        h.diagonal().add_(damp * mean)
+        lower, info = torch.linalg.cholesky_ex(h)
+        if int(info) == 0:
+            upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if int(info) == 0 and bool(torch.isfinite(upper).all()):
+                return upper, damp
+        damp *= 10
+    return None
+
+
+def solve(w: torch.Tensor, gram: torch.Tensor, spec: QuantSpec, config: GPTQConfig, *, name: str = "tensor") -> tuple[QTensor, float] | None:
+    """GPTQ on one weight w [out, in] with its Hessian [in, in]; the codes and the damping used, None when no damping worked.
+
+    Raises:
+        UnsupportedError: the grid is not an integer grid.
+    """
+    if spec.format != "int":
+        raise UnsupportedError(f"{name}: GPTQ serves int grids, not {spec}; use rtn for it.")
+    diagonal = gram.diagonal().clone()
+    dead = diagonal == 0
+    if dead.any():
+        gram = gram.clone()
+        gram.diagonal()[dead] = diagonal[~dead].mean() if bool((~dead).any()) else 1.0
+    found = factor_ordered(gram, config)
+    if found is None:
+        return None
+    upper, order, damp = found
+    if config.scale_search == "range":
+        scale, zero = find_range(grouped(w, spec), spec)
+    else:
+        weight = diagonal if config.scale_search == "hessian" else None
+        scale, zero = search_scale(w, spec, weight=weight, steps=config.steps, signed=config.signed_scale)
+    rows, width = w.shape
+    low, high = spec.code_range
+    # everything below is [in, out]: one column of the weight is one contiguous row
+    group = torch.arange(width, device=w.device) // (spec.group_size or width)
+    columns = scale.expand(rows, -1) if spec.granularity == "tensor" else scale
+    steps = inverse(columns).T[group[order]].contiguous()
+    inv = 1.0 / steps
+    zeros = None if zero is None else (zero.expand(rows, -1) if spec.granularity == "tensor" else zero).float().T[group[order]].contiguous()
+    work = w.T[order].contiguous()
+    codes = torch.empty_like(work)
+    err = torch.empty(min(config.block, width), rows, device=w.device)
+    rest = upper / upper.diagonal()[:, None]  # row j holds U_jk / U_jj
+    for a in range(0, width, config.block):
+        b = min(a + config.block, width)
+        for j in range(a, b):
+            q = torch.mul(work[j], inv[j]).round_()
+            if zeros is not None:
+                q.add_(zeros[j])
+            q.clamp_(low, high)
+            codes[j] = q
+            if zeros is not None:
+                q = q - zeros[j]
+            e = torch.addcmul(work[j], q, steps[j], value=-1.0, out=err[j - a])
+            if j + 1 < b:
+                work[j + 1 : b].addr_(rest[j, j + 1 : b], e, alpha=-1.0)
+        if b < width:
+            work[b:].addmm_(rest[a:b, b:].T, err[: b - a], alpha=-1.0)
+    back = torch.empty_like(codes)
+    back[order] = codes
+    dtype = torch.int8 if spec.symmetric else torch.uint8
+    return QTensor(codes=back.T.to(dtype).contiguous(), scale=scale, zero=zero, spec=spec, shape=(rows, width)), damp
+
+
+def factor_ordered(gram: torch.Tensor, config: GPTQConfig) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """The factor for the columns in the order they are processed, that order, and the damping."""
+    width = len(gram)
+    order = torch.argsort(gram.diagonal(), descending=True, stable=True) if config.act_order else torch.arange(width, device=gram.device)
+    found = factor(gram[order][:, order], config.damp, config.max_damp)
+    return None if found is None else (found[0], order, found[1])
+
+
+def split(q: QTensor, rows: list[int]) -> list[QTensor]:
+    """Cut a row-wise concatenation back into its weights (a per-tensor scale is shared by all parts)."""
+    parts, start = [], 0
+    for n in rows:
+        part = slice(start, start + n)
+        start += n
+        shared = q.spec.granularity == "tensor"
+        parts.append(
+            QTensor(
+                codes=q.codes[part].contiguous(),
+                scale=q.scale if shared else q.scale[part].contiguous(),
+                zero=None if q.zero is None else q.zero if shared else q.zero[part].contiguous(),
+                spec=q.spec,
+                shape=(n, q.shape[1]),
+            )
+        )
+    return parts
+
+
+def output_error(w: torch.Tensor, q: QTensor, gram: torch.Tensor) -> float:
+    """|| (W - Q) X ||^2 / || W X ||^2 from the Hessian alone."""
+    delta = w - q.dequantize()
+    return float(((delta @ gram) * delta).sum() / ((w @ gram) * w).sum().clamp_min(1e-30))

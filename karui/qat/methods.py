@@ -1,0 +1,39 @@
+"""The post-training methods by name; a method's code is imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+from karui.configs.errors import KaruiError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """module has `CONFIG` and `quantize_block(block, config)`; calibrates: needs rows; follows: needs the unquantized stream too."""
+
+    name: str
+    paper: str
+    cost: str
+    calibrates: bool = True
+    follows: bool = False
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(f"karui.qat.{self.name}")
+
+
+METHODS = {
+    m.name: m
+    for m in (
+        Method(name="rtn", paper="rounding to nearest, scale search", cost="seconds, no data", calibrates=False),
+        Method(name="gptq", paper="GPTQ, arXiv 2210.17323", cost="1.3 forward passes + one solve per layer"),
+    )
+}
+
+
+def method(name: str) -> Method:
+    """The method of that name; `KaruiError` names the valid ones."""
+    if name not in METHODS:
+        raise KaruiError(f"unknown quantization method {name!r}; methods: {', '.join(METHODS)}.{nearest(name, METHODS)}")
+    return METHODS[name]
