@@ -58,9 +58,9 @@ class Speculation:
             if not drafting or live.proposer is None:
                 continue
             left = live.group.max_tokens - len(live.completion.token_ids) - 1
-            limit = min(room, left, max_context - len(s.tokens) - 1)
-            if limit > 0:
-                draft = live.proposer.propose(Context(s.tokens, limit, live.seed, _sampler(live)))
+            limit = min(room, max_context - len(s.tokens) - 1)
+            if limit > 0 and left > 0:
+                draft = live.proposer.propose(Context(s.tokens, limit, live.seed, _sampler(live), left))
                 s.draft = draft if len(draft) else None
 
     def verify(self, live: Live, draft: Draft, logits: np.ndarray | None,

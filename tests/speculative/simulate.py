@@ -63,10 +63,10 @@ def decode(target: Markov, proposer: Proposer, prompt: list[int], count: int, se
         tokens += emitted
     while len(tokens) - len(prompt) < count:
         distribution = None if seed is None else lambda logits: np.asarray(logits.double().softmax(-1))
-        room = min(limit, count - (len(tokens) - len(prompt)) - 1)
-        draft = proposer.propose(Context(tokens=tokens, limit=room, seed=seed or 0, distribution=distribution))
-        assert len(draft) <= room
+        left = count - (len(tokens) - len(prompt)) - 1
+        draft = proposer.propose(Context(tokens=tokens, limit=limit, seed=seed or 0, distribution=distribution, depth=left))
         tree = draft.tree()
+        assert len(draft) <= limit and (proposer.__class__.__name__ == "LookaheadProposer" or max(tree.depths) <= max(left, 0))
         paths = [tokens, *([*tokens, *(draft.tokens[n] for n in tree.path(i))] for i in range(len(draft)))]
         row_tokens = [choose(target, path, seed) for path in paths]
         if draft.q is None:

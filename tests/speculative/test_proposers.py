@@ -198,7 +198,7 @@ def test_the_ngram_pool_forgets_the_oldest() -> None:
 
 def test_eagle_kv_holds_verified_rows_only_and_bridges_gaps() -> None:
     proposer = Eagle3Proposer(eagle(), embed, depth=3, width=2, nodes=5)
-    aux = torch.randn(6, 3 * HIDDEN)
+    aux = torch.randn(6, 2 * HIDDEN)
     proposer.observe(Observation(start=0, rows=[1, 2, 3], emitted=[4], aux=aux[:3]))
     first = proposer.propose(Context(tokens=[1, 2, 3, 4], limit=9))
     assert len(proposer.kv[0]) == 3 and len(first) == 5
@@ -223,7 +223,7 @@ def test_eagle_tree_holds_the_likeliest_paths_by_brute_force() -> None:
     """Scores of all width^depth paths, each computed alone as a chain, rank the kept nodes."""
     model, depth = eagle(5), 3
     proposer = Eagle3Proposer(model, embed, depth=depth, width=5, nodes=12)
-    aux = torch.randn(2, 3 * HIDDEN)
+    aux = torch.randn(2, 2 * HIDDEN)
     proposer.observe(Observation(start=0, rows=[1, 2], emitted=[3], aux=aux))
     draft = proposer.propose(Context(tokens=[1, 2, 3], limit=64))
     tree = draft.tree()
@@ -306,4 +306,6 @@ def test_factory_makes_each_and_refuses_what_does_not_fit(tmp_path: Path) -> Non
 
 def test_aux_layers_are_those_of_the_paper() -> None:
     assert default_aux_layers(30) == (2, 15, 27)
-    assert default_aux_layers(2) == (1, 1, 0)
+    assert default_aux_layers(6) == (2, 3) and default_aux_layers(2) == (0, 1) and default_aux_layers(1) == (0,)
+    with pytest.raises(KaruiError, match="ascending"):
+        Eagle3Config.of(MODEL).__class__(**{**vars(Eagle3Config.of(MODEL)), "aux_layers": (3, 2)})

@@ -60,16 +60,18 @@ class Context:
 
     Attributes:
         tokens: the whole sequence, prompt and output; the last one is the root. Not to be mutated or kept.
-        limit: most nodes the engine will verify in this step (budget, context length and remaining tokens considered).
+        limit: most nodes the engine will verify in this step (its budget and the context's length considered).
         seed: the request's seed.
         distribution: the request's own sampler as a function from raw logits [V] to probabilities [V] (temperature, top-k,
             top-p); None when the request is greedy.
+        depth: tokens that can still be accepted before the request's own limit; a deeper draft is wasted work.
     """
 
     tokens: Sequence[int]
     limit: int
     seed: int = 0
     distribution: Callable[[torch.Tensor], np.ndarray] | None = None
+    depth: int = 1 << 30
 
 
 @dataclass(frozen=True)

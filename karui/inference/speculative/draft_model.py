@@ -73,7 +73,7 @@ class DraftModelProposer:
 
     def propose(self, context: Context) -> Draft:
         length = len(context.tokens)
-        count = min(self.k, context.limit, self.drafter.max_context - length + 1)
+        count = min(self.k, context.limit, context.depth, self.drafter.max_context - length + 1)
         if count < 1:
             return NOTHING
         if self.handle is None:

@@ -27,9 +27,12 @@ from karui.inference.models.config import ModelConfig
 from karui.inference.speculative.base import NOTHING, Context, Draft, Observation
 
 
-def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers whose incoming residual stream is read: 2, L // 2, L - 3 (arXiv 2503.01840's low, middle and high)."""
-    return (min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0))
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers whose incoming residual stream is read: 2, L // 2, L - 3 (arXiv 2503.01840's low, middle and high).
+
+    Ascending and distinct, so a model of fewer than six layers has fewer than three.
+    """
+    return tuple(sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,10 @@ class Eagle3Config:
     aux_layers: tuple[int, ...]
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)) or self.aux_layers[0] < 0:
+            raise KaruiError(f"eagle3: aux_layers {self.aux_layers} must be ascending and distinct layer indices.")
 
     @staticmethod
     def of(target: ModelConfig, draft_vocab_size: int | None = None) -> Eagle3Config:
@@ -222,8 +229,8 @@ class Eagle3Proposer:
 
     @torch.no_grad()
     def propose(self, context: Context) -> Draft:
-        limit = min(self.nodes, context.limit)
-        if limit < 1 or not self.streams or len(self.tokens) < len(self.positions):
+        limit, depth = min(self.nodes, context.limit), min(self.depth, context.depth)
+        if limit < 1 or depth < 1 or not self.streams or len(self.tokens) < len(self.positions):
             return NOTHING
         past, n = len(self.kv[0]), len(self.tokens)
         mask = torch.ones(n, past + n, dtype=torch.bool).tril(past)
@@ -231,16 +238,16 @@ class Eagle3Proposer:
                                 torch.tensor(self.positions), self.kv, mask)
         last = self.positions[-1]
         self.streams, self.tokens, self.positions = [], [], []
-        return self._grow(a[-1:], last, limit)
+        return self._grow(a[-1:], last, limit, depth)
 
-    def _grow(self, a: torch.Tensor, position: int, limit: int) -> Draft:
+    def _grow(self, a: torch.Tensor, position: int, limit: int, deepest: int) -> Draft:
         settled, kv = len(self.kv[0]), self.kv
         parents: list[int] = []
         tokens: list[int] = []
         scores: list[float] = []
         beam, beam_scores, streams = [-1], torch.zeros(1), a          # nodes to expand, their log-probability, their output
         sees = torch.zeros(1, 0, dtype=torch.bool)                    # which drafted KV rows each beam node sees
-        for depth in range(1, self.depth + 1):
+        for depth in range(1, deepest + 1):
             best = self.model.log_probs(streams).topk(self.width, dim=-1)
             total = (beam_scores[:, None] + best.values).flatten()
             ids = (best.indices + self.model.d2t[best.indices]).flatten().tolist()
@@ -248,7 +255,7 @@ class Eagle3Proposer:
             parents += [node for node in beam for _ in range(self.width)]
             tokens += ids
             scores += total.tolist()
-            if depth == self.depth:
+            if depth == deepest:
                 break
             chosen = total.topk(min(self.width, len(total))).indices
             which = (chosen // self.width)

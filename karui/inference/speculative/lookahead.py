@@ -68,7 +68,7 @@ class LookaheadProposer:
     def propose(self, context: Context) -> Draft:
         """The window, then the pool's n-grams merged into a trie; nothing when the limit is below the window's size."""
         size = len(self.parents)
-        if context.limit < size:
+        if context.limit < size or context.depth < 1:
             return NOTHING
         if not self.levels:
             self._fill(context)
@@ -78,7 +78,7 @@ class LookaheadProposer:
         parents = list(self.parents)
         trie: dict[tuple[int, ...], int] = {}
         for rest in self.pool.get(root):
-            for depth in range(1, len(rest) + 1):
+            for depth in range(1, min(len(rest), context.depth) + 1):
                 prefix = rest[:depth]
                 if prefix not in trie:
                     if len(tokens) >= context.limit:

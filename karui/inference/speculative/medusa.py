@@ -89,10 +89,10 @@ class MedusaProposer:
 
     @torch.no_grad()
     def propose(self, context: Context) -> Draft:
-        count = min(len(self.nodes), context.limit)
+        # Topology order is by depth and puts parents first, so any prefix of it is a tree.
+        count = min(sum(depth < context.depth for depth, _ in self.nodes), context.limit)
         if self.hidden is None or count < 1:
             return NOTHING
         ranked = self.heads(self.hidden.float()).topk(self.width, dim=-1).indices.tolist()
-        # Topology order puts parents first, so any prefix of it is a tree.
         tokens = [ranked[depth][rank] for depth, rank in self.nodes[:count]]
         return Draft(tokens=tokens, parents=self.parents[:count])

@@ -39,7 +39,7 @@ class NgramProposer:
     def propose(self, context: Context) -> Draft:
         tokens, length = context.tokens, len(context.tokens)
         self._index(tokens)
-        count = min(self.k, context.limit)
+        count = min(self.k, context.limit, context.depth)
         if count < 1:
             return NOTHING
         for n in range(min(self.n_max, length), self.n_min - 1, -1):
