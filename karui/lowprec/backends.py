@@ -1,0 +1,107 @@
+"""Who multiplies: one dispatcher, decided per layer before training and reported with its reason.
+
+    emulate    any device: codes times scales in fp32, one fp32 matmul. The reference.
+    scaled_mm  torch._scaled_mm on FP8 codes, one scale per tensor or row; the operands are zero-padded to 16.
+    triton     karui's own kernels, where `karui.kernels` has one for the recipe.
+    te         TransformerEngine's modules, which replace the layer instead of its GEMMs: see `transformer_engine.py`.
+
+An explicit backend that cannot serve a layer is an error; `auto` names what it took and why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from karui.configs.errors import UnsupportedError
+from karui.kernels.quantize.scaled_float8 import ScaledFloat8
+from karui.lowprec.operand import Coded, High
+from karui.lowprec.precision import Precision
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and why."""
+
+    backend: str
+    reason: str
+
+
+def choose(precision: Precision, device: torch.device) -> Choice:
+    """The backend of a layer on `device`.
+
+    Raises:
+        UnsupportedError: an explicit backend that cannot serve the recipe here.
+    """
+    wanted = precision.backend
+    if wanted == "emulate":
+        return Choice("emulate", "asked for")
+    if wanted == "triton":
+        raise UnsupportedError("backend triton: no Triton kernel for low-precision linears is part of this build; use emulate.")
+    if wanted == "te":
+        raise UnsupportedError(
+            "backend te replaces whole modules and is not a GEMM of this converter; use "
+            "karui.lowprec.transformer_engine.convert, or backend emulate or scaled_mm."
+        )
+    obstacle = _scaled_mm_obstacle(precision, device)
+    if wanted == "scaled_mm":
+        if obstacle:
+            raise UnsupportedError(f"backend scaled_mm: {obstacle}; use backend emulate (or auto, which falls back and says so).")
+        return Choice("scaled_mm", "asked for")
+    if obstacle:
+        return Choice("emulate", obstacle)
+    if device.type == "cpu":
+        return Choice("emulate", "torch's FP8 GEMM on a CPU is slower than fp32")
+    return Choice("scaled_mm", "FP8 tensor cores")
+
+
+def multiply(a: Coded, b: Coded, backend: str, dtype: torch.dtype) -> torch.Tensor:
+    """A [M, K] times B [N, K] transposed -> [M, N] in `dtype`; products of codes are summed in fp32."""
+    if isinstance(a, High) and isinstance(b, High):
+        return a.value.to(dtype) @ b.value.to(dtype).t()
+    if backend == "scaled_mm" and isinstance(a, ScaledFloat8) and isinstance(b, ScaledFloat8):
+        return _scaled_mm(a, b, dtype)
+    return (a.dequantize().float() @ b.dequantize().float().t()).to(dtype)
+
+
+def _scaled_mm(a: ScaledFloat8, b: ScaledFloat8, dtype: torch.dtype) -> torch.Tensor:
+    rows, cols = a.codes.shape[0], b.codes.shape[0]
+    deep, wide = -a.codes.shape[1] % 16, -cols % 16
+    # row-major times column-major, K and N multiples of 16, as sm_89 and sm_90 want it
+    left = _pad(a.codes.contiguous(), 0, deep)
+    right = _pad(b.codes.contiguous(), wide, deep)
+    if a.scale.numel() == 1 and b.scale.numel() == 1:
+        scale_a, scale_b = a.scale.reshape(()), b.scale.reshape(())
+    else:
+        # rowwise kernels on CUDA write bf16 only
+        scale_a = a.scale.expand(rows, 1).contiguous()
+        scale_b = torch.nn.functional.pad(b.scale.expand(cols, 1), (0, 0, 0, wide), value=1.0).contiguous().t()
+        if left.is_cuda and dtype == torch.float32:
+            product = torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+            return product[:, :cols].float()
+    out = torch._scaled_mm(
+        left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32 if dtype == torch.float32 else dtype
+    )
+    return out[:, :cols]
+
+
+def _pad(codes: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    if not rows and not cols:
+        return codes
+    # padding is not implemented for float8; its zero is the byte 0
+    return torch.nn.functional.pad(codes.view(torch.uint8), (0, cols, 0, rows)).view(codes.dtype)
+
+
+def _scaled_mm_obstacle(precision: Precision, device: torch.device) -> str:
+    formats = precision._formats() - {"high"}
+    for form in sorted(formats):
+        if form not in ("fp8-delayed", "fp8-current", "fp8-rowwise"):
+            return f"no scaled_mm path for {form} here"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            return f"FP8 tensor cores begin with sm_89, this GPU is sm_{capability[0]}{capability[1]}"
+    elif device.type not in ("cpu", "meta"):
+        return f"no FP8 GEMM on {device.type}"
+    return ""

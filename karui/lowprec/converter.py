@@ -1,0 +1,162 @@
+"""`LowPrecision`: puts low-precision linears into a model, closes its optimizer steps, and takes them out again.
+
+low = LowPrecision(Precision.parse("fp8-current"))
+low.prepare(model)            # in place; low.report says what became of every linear
+low.attach(optimizer)         # or call low.finish_step() once per optimizer step
+... train ...
+tensors = low.convert(model)  # ordinary linears again
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from karui.configs.errors import KaruiError
+from karui.lowprec.backends import choose
+from karui.lowprec.linear import LowPrecisionLinear
+from karui.lowprec.policy import decide, padding
+from karui.lowprec.precision import GEMMS, Precision
+from karui.lowprec.state import LowPrecisionState
+
+logger = logging.getLogger(__name__)
+STATE_NAME = "lowprec_state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """What became of one linear.
+
+    Attributes:
+        formats: "fprop/dgrad/wgrad" at step 0, or "high".
+        backend, reason: who multiplies and why, or why the layer stays high.
+        padding: dimensions padded, "" for none.
+        frozen: the weight was quantized once.
+    """
+
+    name: str
+    formats: str
+    backend: str
+    reason: str
+    padding: str = ""
+    frozen: bool = False
+
+
+class LowPrecision:
+    """The converter of `karui.lowprec`, for one model."""
+
+    stage = "lowprec"
+
+    def __init__(self, precision: Precision | str) -> None:
+        self.precision = Precision.parse(precision)
+        self.report: tuple[LayerReport, ...] = ()
+        self._model: nn.Module | None = None
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Replace linears of `model` in place as the policy says; parameters stay the same objects. Returns `model`.
+
+        Raises:
+            KaruiError: prepared already, or nothing to replace. UnsupportedError: a backend that cannot serve.
+        """
+        if hasattr(model, STATE_NAME):
+            raise KaruiError("the model is in low precision already; call convert() before preparing it again.")
+        reasons = decide(model, self.precision)
+        names = [n for n, reason in reasons.items() if not reason]
+        device = next(iter(model.parameters())).device
+        state = LowPrecisionState(self.precision, names, device)
+        formats = self.precision.at(0)
+        kinds = formats["fprop"] if len(set(formats.values())) == 1 else "/".join(formats[g] for g in GEMMS)
+        choice = choose(self.precision, device)
+        rows = []
+        for name, reason in reasons.items():
+            if reason:
+                rows.append(LayerReport(name=name, formats="high", backend="torch", reason=reason))
+                continue
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            if type(linear) is not nn.Linear:
+                raise KaruiError(f"{name} is a {type(linear).__name__}, not a plain linear layer; name it in policy.skip.")
+            frozen = not linear.weight.requires_grad
+            padded = padding(linear, self.precision)
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, LowPrecisionLinear.wrap(linear, state, names.index(name), choice.backend))
+            rows.append(
+                LayerReport(name=name, formats=kinds, backend=choice.backend, reason=choice.reason, padding=padded, frozen=frozen)
+            )
+        model.add_module(STATE_NAME, state)
+        self.report, self._model = tuple(rows), model
+        logger.info("%s: %d of %d linears, backend %s (%s)", kinds, len(names), len(rows), choice.backend, choice.reason)
+        return model
+
+    def convert(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Put ordinary linears back and drop the state; returns the weight of every converted layer by parameter name.
+
+        A weight kept as codes comes back as the values they stand for, frozen.
+        """
+        out: dict[str, torch.Tensor] = {}
+        for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, LowPrecisionLinear)]:
+            plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            plain.weight = module.weight
+            if module.weight is None:
+                plain.weight = nn.Parameter(module.dequantized_weight(), requires_grad=False)
+            plain.bias, plain.training = module.bias, module.training
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, plain)
+            out[f"{name}.weight"] = plain.weight.detach()
+        if not out:
+            raise KaruiError("the model has no low-precision layer to convert.")
+        delattr(model, STATE_NAME)
+        self._model = None
+        return out
+
+    @property
+    def state(self) -> LowPrecisionState:
+        """The prepared model's state."""
+        state = getattr(self._model, STATE_NAME, None)
+        if not isinstance(state, LowPrecisionState):
+            raise KaruiError("no model is prepared; call prepare(model) first.")
+        return state
+
+    def nonfinite(self) -> list[str]:
+        """Layers whose input, weight or gradient held a NaN or Inf since the last step, e.g. "model.layers.3.q (gradient)"."""
+        return self.state.nonfinite()
+
+    def finish_step(self, *, skipped: bool = False) -> None:
+        """Close an optimizer step: call it once, after `optimizer.step()` or after deciding not to take it."""
+        self.state.update(skipped=skipped)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Close every step of `optimizer` by itself; one with a NaN or Inf in a layer is not taken, counted and named."""
+        skipping = False
+
+        def before(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal skipping
+            bad = self.nonfinite()
+            skipping = bool(bad)
+            if bad:
+                logger.warning("step %d skipped: NaN or Inf in %s", int(self.state.step), ", ".join(bad))
+                for group in opt.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+
+        def after(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self.finish_step(skipped=skipping)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def table(self) -> str:
+        """The report as text: one line per kind of layer, layers that share everything counted together."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for row in self.report:
+            leaf = row.name.rpartition(".")[2]
+            key = (leaf, row.formats, row.backend, row.padding or "-", "frozen" if row.frozen else "trained", row.reason)
+            groups.setdefault(key, []).append(row.name)
+        lines: list[tuple[str, ...]] = [("layers", "name", "format", "backend", "padding", "weight", "reason")]
+        lines += [(str(len(names)), *key) for key, names in groups.items()]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
+        return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(line, widths)), line[-1]]) for line in lines)

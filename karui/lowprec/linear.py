@@ -1,0 +1,208 @@
+"""The training linear: three GEMMs over the oracle's quantizers, as one autograd function.
+
+Every operand is quantized from high precision along its own contraction; where a tensor's codes, transposed, are the codes of
+the transpose (one scale per tensor), the input is kept for the backward pass as those codes, one byte per value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from karui.kernels.quantize.compat import Compat
+from karui.kernels.quantize.noise import noise_bits
+from karui.lowprec.backends import multiply
+from karui.lowprec.operand import Coded, encode, largest, rebuild, tensors_of, transpose
+from karui.lowprec.precision import GEMMS, Gemm, GemmFormat, Operand, Precision
+from karui.lowprec.state import LowPrecisionState
+
+_NOISE = {"dgrad": 0, "wgrad": 1}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layer's operands at one moment: gemm -> (A, B), gemm -> library, and where noise and state are keyed."""
+
+    operands: dict[Gemm, tuple[Operand, Operand]]
+    library: dict[Gemm, Compat]
+    backend: str
+    layer: int
+    seed: int
+
+    @property
+    def shares_input(self) -> bool:
+        """The input's fprop codes serve wgrad too."""
+        a, b = self.operands["fprop"][0], self.operands["wgrad"][1]
+        return a == b and a.symmetric and self.library["fprop"] == self.library["wgrad"]
+
+
+def make_plan(precision: Precision, formats: dict[Gemm, GemmFormat], backend: str, layer: int) -> Plan:
+    return Plan(
+        operands={g: precision.operands(g, formats[g]) for g in GEMMS},
+        library={g: precision.library(formats[g]) for g in GEMMS},
+        backend=backend,
+        layer=layer,
+        seed=precision.seed,
+    )
+
+
+class LowPrecisionLinear(nn.Linear):
+    """`nn.Linear` whose GEMMs run in low precision; the same parameters, or codes in their place where the weight is frozen.
+
+    x [..., in] in any float dtype; y [..., out] in the autocast dtype if autocast is on, else x's. The weight is quantized from
+    its own dtype (the master weights), not from autocast's.
+
+    Made by `LowPrecision.prepare`. With a frozen weight kept as codes, `weight` is None and the buffers `fprop_*` and
+    `dgrad_*` hold what the two GEMMs read.
+    """
+
+    weight: Any
+    _state: LowPrecisionState
+    layer: int
+    backend: str
+    _plans: dict[tuple[GemmFormat, ...], Plan]
+    _kept: dict[Gemm, Coded]
+
+    @classmethod
+    def wrap(cls, linear: nn.Linear, state: LowPrecisionState, layer: int, backend: str) -> LowPrecisionLinear:
+        """Take over the parameters of `linear` (not copies)."""
+        new = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        new.weight, new.bias = linear.weight, linear.bias
+        new.training = linear.training
+        # not a submodule: the state belongs to the model, once
+        object.__setattr__(new, "_state", state)
+        new.layer, new.backend = layer, backend
+        new._plans = {}
+        new._kept = {}
+        if not linear.weight.requires_grad:
+            new._quantize_once(keep=state.precision.frozen == "master")
+        return new
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        with torch.autocast(device, enabled=False):
+            rows = x.reshape(-1, x.shape[-1]).to(dtype)
+            y = _LowPrecisionGemms.apply(rows, self.weight, self, self.plan(), self._state, self.training)
+            y = y if self.bias is None else y + self.bias.to(dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def plan(self) -> Plan:
+        """What the GEMMs are quantized to at the state's present step."""
+        formats = self._state.formats
+        key = tuple(formats[g] for g in GEMMS)
+        if key not in self._plans:
+            self._plans[key] = make_plan(self._state.precision, formats, self.backend, self.layer)
+        return self._plans[key]
+
+    def kept(self, gemm: Gemm) -> Coded | None:
+        """A frozen weight's codes for fprop (W) or dgrad (W transposed)."""
+        if gemm not in self._kept:
+            return None
+        like = self._kept[gemm]
+        return rebuild(like, {name: getattr(self, f"{gemm}_{name}") for name in tensors_of(like)})
+
+    @torch.no_grad()
+    def _quantize_once(self, *, keep: bool) -> None:
+        """Codes of W and its transpose in the formats of step 0; later switches leave them."""
+        plan = self.plan()
+        wanted: list[tuple[Gemm, torch.Tensor]] = [("fprop", self.weight), ("dgrad", self.weight.t())]
+        if any(plan.operands[gemm][1].format == "high" for gemm, _ in wanted):
+            return  # a GEMM in high precision reads the weight itself
+        for gemm, w in wanted:
+            coded = encode(w, plan.operands[gemm][1], compat=plan.library[gemm])
+            for name, tensor in tensors_of(coded).items():
+                self.register_buffer(f"{gemm}_{name}", tensor.detach().contiguous())
+            self._kept[gemm] = rebuild(coded, {name: torch.empty(0) for name in tensors_of(coded)})
+        if not keep:
+            self.weight = None
+
+    def dequantized_weight(self) -> torch.Tensor:
+        """W [out, in]: the weight, or what a frozen weight's fprop codes stand for, fp32."""
+        if self.weight is not None:
+            return self.weight.detach()
+        coded = self.kept("fprop")
+        assert coded is not None
+        return coded.dequantize()
+
+    def extra_repr(self) -> str:
+        formats = self._state.formats
+        kinds = formats["fprop"] if len(set(formats.values())) == 1 else ", ".join(f"{g}={formats[g]}" for g in GEMMS)
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kinds}, backend={self.backend}"
+
+
+class _LowPrecisionGemms(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor | None,
+        module: LowPrecisionLinear,
+        plan: Plan,
+        state: LowPrecisionState,
+        training: bool,
+    ) -> torch.Tensor:
+        left, right = plan.operands["fprop"]
+        scale = state.scale[plan.layer].clone()
+        x_amax = largest(x)
+        if training:
+            state.record(plan.layer, 0, x_amax)
+        a = encode(x, left, compat=plan.library["fprop"], amax=x_amax, scale=scale[0])
+        b = module.kept("fprop")
+        if b is None:
+            assert w is not None
+            w_amax = largest(w) if right.delayed else None
+            if training and w_amax is not None:
+                state.record(plan.layer, 1, w_amax)
+            b = encode(w, right, compat=plan.library["fprop"], amax=w_amax, scale=scale[1])
+        ctx.module, ctx.plan, ctx.state, ctx.training, ctx.like = module, plan, state, training, None
+        ctx.weight_dtype = None if w is None else w.dtype
+        saved: list[torch.Tensor | None] = []
+        if ctx.needs_input_grad[1] and plan.shares_input:
+            ctx.like = rebuild(a, {name: torch.empty(0) for name in tensors_of(a)})
+            saved = list(tensors_of(a).values())
+        elif ctx.needs_input_grad[1]:
+            saved = [x]
+        ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, scale, state.step.clone(), *saved)
+        return multiply(a, b, plan.backend, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy,) = grads
+        w, scale, step, *saved = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        amax = largest(dy)
+        if ctx.training:
+            ctx.state.record(plan.layer, 2, amax)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            left, right = plan.operands["dgrad"]
+            library = plan.library["dgrad"]
+            noise = _noise(dy, left, plan, step, "dgrad")
+            a = encode(dy, left, compat=library, amax=amax, scale=scale[2], noise=noise)
+            b = ctx.module.kept("dgrad")
+            if b is None:
+                b = encode(w.t(), right, compat=library, scale=scale[1])
+            dx = multiply(a, b, plan.backend, dy.dtype)
+        if ctx.needs_input_grad[1]:
+            left, right = plan.operands["wgrad"]
+            library = plan.library["wgrad"]
+            noise = _noise(dy.t(), left, plan, step, "wgrad")
+            a = encode(dy.t(), left, compat=library, amax=amax, scale=scale[2], noise=noise)
+            if ctx.like is not None:
+                b = transpose(rebuild(ctx.like, dict(zip(tensors_of(ctx.like), saved))))
+            else:
+                b = encode(saved[0].t(), right, compat=library, scale=scale[0])
+            dw = multiply(a, b, plan.backend, ctx.weight_dtype)
+        return dx, dw, None, None, None, None
+
+
+def _noise(x: torch.Tensor, operand: Operand, plan: Plan, step: torch.Tensor, gemm: str) -> torch.Tensor | None:
+    if not operand.stochastic:
+        return None
+    width = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
+    shape = (x.shape[0], width)
+    return noise_bits(shape, seed=plan.seed, step=step, layer=plan.layer, tensor=_NOISE[gemm], device=x.device)
