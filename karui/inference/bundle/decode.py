@@ -120,9 +120,7 @@ def values(parts: Mapping[str, Stored], record: TensorRecord) -> np.ndarray:
         raise UnsupportedError("values of nvfp4 tensors are not decoded here.")
     number = number.astype(np.float32)
     scale = _scale(parts, spec)
-    if spec.granularity == "tensor":
-        return (number * scale.reshape(())).reshape(record.shape)
-    grouped = number.reshape(number.shape[0], scale.shape[1], -1)
+    grouped = number.reshape(*scale.shape, -1)
     if "zero" in parts:
         grouped = grouped - parts["zero"].array.astype(np.float32)[..., None]
     return (grouped * scale[..., None]).reshape(record.shape)
@@ -167,7 +165,8 @@ def _itemsize(kind: str) -> int:
 def compare(folder: Path, manifest: Manifest, weights: Mapping[str, QTensor | torch.Tensor]) -> dict[str, Any]:
     """Hold what lies in `folder` against the tensors that were to be written.
 
-    Codes, scales, zero points, further parts and kept tensors must be equal bit by bit.
+    Codes, scales, zero points, further parts and kept tensors must be equal bit by bit, and the values computed here those of
+    `dequantize` (to 1e-6: double quantization adds in another order).
 
     Returns: how many tensors and codes were compared.
     Raises: `CorruptError` naming the first tensor that differs.
@@ -188,6 +187,10 @@ def compare(folder: Path, manifest: Manifest, weights: Mapping[str, QTensor | to
         for part, tensor in (("scale", wanted.scale), ("zero", wanted.zero), *(wanted.extra or {}).items()):
             if tensor is not None:
                 _same(f"{name}.{part}", parts[part].array, tensor)
+        if wanted.spec.format != "nvfp4" and not np.allclose(
+            values(parts, record), wanted.dequantize().cpu().numpy(), rtol=1e-6, atol=0
+        ):
+            raise CorruptError(f"{name}: the values read back differ from those of the grid that was written.")
     if seen != len(weights):
         raise CorruptError(f"{folder}: {seen} tensors read back, {len(weights)} were to be written.")
     return {"tensors": seen, "codes": num_codes}

@@ -96,8 +96,9 @@ def export_model(
         spec: the grid of every block linear, or {pattern: grid}. A pattern is a shell pattern over module names
             (`*.mlp.down_proj`, `model.layers.0.*`); the first that matches counts; a linear that none matches is kept.
         adapter: a peft LoRA or DoRA folder to merge first.
-        base_spec: the grid the base had while the adapter was trained (QLoRA): adapted weights are put on it before the
-            merge, so that what is exported is the model that was trained.
+        base_spec: the grid the base's linears had while the adapter was trained (QLoRA): they are put on it before the
+            merge, so that what is exported is the model that was trained. By default what the adapter's `karui_adapter.json`
+            says; a peft adapter without one had an unquantized base.
         embedding_spec: the grid of embedding and output head, the largest matrices of a small model; `none` keeps them. By
             default int8 with a scale per row, that is per token of the vocabulary.
         parity: see `karui.inference.bundle.writer.Parity`.
@@ -115,7 +116,7 @@ def export_model(
     grids = _Grids(spec, embedding_spec, model)
     if lora is not None:
         _check_adapter(lora, model)
-    base = QuantSpec.parse(str(base_spec)) if base_spec is not None else None
+    base = _base_grid(base_spec, lora)
 
     weights: dict[str, QTensor | torch.Tensor] = {}
     fates, dtypes, fp32_bytes = [], {}, 0
@@ -123,9 +124,9 @@ def export_model(
         w = model.weight(name)
         dtypes[name] = DTYPE_NAMES[w.dtype]
         fp32_bytes += 4 * w.numel()
-        if lora is not None and lora.changes(name):
-            if base is not None and base.format != "none":
-                w = quantize(w, base, name=name).dequantize()
+        if base is not None and _is_linear(name, w):
+            w = quantize(w, base, name=name).dequantize()
+        if lora is not None:
             w = lora.apply(name, w)
         grid, why = grids.of(name, w)
         if grid.format == "none":
@@ -190,7 +191,7 @@ class _Grids:
             return self._embedding, role
         if w.dim() < 2:
             return none, "norm or bias"
-        if not _BLOCK.fullmatch(name):
+        if not _is_linear(name, w):
             return none, "not a linear of a block"
         if _ROUTER.fullmatch(name):
             return none, "router: small, and its choices are sensitive to rounding"
@@ -200,6 +201,21 @@ class _Grids:
                 reason = "linear of a block" if self._single else f"matches {pattern!r}"
                 return spec, reason if spec.format != "none" else f"{reason}, to be kept"
         return none, "no pattern matches it"
+
+
+def _is_linear(name: str, w: torch.Tensor) -> bool:
+    return w.dim() >= 2 and _BLOCK.fullmatch(name) is not None
+
+
+def _base_grid(given: str | QuantSpec | None, adapter: Adapter | None) -> QuantSpec | None:
+    if given is None and adapter is not None:
+        given = adapter.base_spec
+        if given is not None:
+            log.info("the adapter was trained on a base of %s: the weights are put on that grid before the merge", given)
+    if given is None:
+        return None
+    spec = QuantSpec.parse(str(given))
+    return spec if spec.format != "none" else None
 
 
 def _check_adapter(adapter: Adapter, model: ModelFolder) -> None:

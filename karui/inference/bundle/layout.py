@@ -69,7 +69,7 @@ def from_parts(parts: dict[str, torch.Tensor], spec: QuantSpec, shape: tuple[int
     if not is_float8(spec):
         codes = _signed(unpack(codes, spec.bits, shape[-1]), spec)
     extra = {name: part for name, part in parts.items() if name not in ("codes", "scale", "zero")}
-    return QTensor(codes.reshape(shape), parts["scale"], parts.get("zero"), spec, tuple(shape), extra or None)
+    return QTensor(codes, parts["scale"], parts.get("zero"), spec, tuple(shape), extra or None)
 
 
 def check_parts(name: str, parts: dict[str, torch.Tensor], spec: QuantSpec, shape: tuple[int, ...]) -> None:

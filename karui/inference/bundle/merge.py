@@ -16,6 +16,7 @@ import torch
 
 from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 
+_SIDE_FILE = "karui_adapter.json"  # beside the adapter: what karui knows of its base
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 
@@ -25,6 +26,7 @@ class Adapter:
 
     def __init__(self, folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.folder, self.config = folder, config
+        self.base_spec: str | None = None  # the grid of the base's linears during training (QLoRA)
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self._replaced: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -122,4 +124,11 @@ def load_adapter(folder: str | Path) -> Adapter:
             raise UnsupportedError(f"{folder}: adapters with {option} cannot be merged here.")
     if config.get("bias", "none") != "none":
         raise UnsupportedError(f"{folder}: adapters that train biases (bias={config['bias']!r}) cannot be merged here.")
-    return Adapter(folder, config, tensors)
+    adapter = Adapter(folder, config, tensors)
+    if (side := folder / _SIDE_FILE).is_file():
+        try:
+            spec = json.loads(side.read_text(encoding="utf-8")).get("base_spec")
+        except (ValueError, AttributeError) as error:
+            raise CorruptError(f"{side}: not valid JSON ({error}).") from error
+        adapter.base_spec = None if spec in (None, "none") else str(spec)
+    return adapter

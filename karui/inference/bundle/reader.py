@@ -26,7 +26,7 @@ def is_bundle(path: str | Path) -> bool:
     """Whether the folder holds karui's own format (`manifest.json` of kind karui-bundle); its contents are not checked."""
     try:
         content = json.loads((Path(path) / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("kind") == "karui-bundle"
 
@@ -38,7 +38,12 @@ class Weights(Mapping[str, Weight]):
         self._opened = opened
 
     def __getitem__(self, name: str) -> Weight:
+        if name not in self:
+            raise KeyError(name)
         return self._opened.weight(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._opened.names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._opened.names)
