@@ -139,6 +139,11 @@ def read_text(path: Path) -> str:
         raise KaruiError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv.") from None
 
 
+def engine_scorer(engine: Any) -> Scorer:
+    """A scorer over an engine's own `score`: what is measured is what is served."""
+    return lambda ids: engine.score([ids])[0].tolist()
+
+
 def model_scorer(model: Any) -> Scorer:
     """A scorer over a transformers causal LM: one forward per call, log-softmax in fp32."""
     import torch

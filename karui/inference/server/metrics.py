@@ -63,27 +63,24 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
+_FIGURES = (
+    ("karui_steps_total", "counter", "Engine steps.", "num_steps"),
+    ("karui_failed_steps_total", "counter", "Engine steps that raised.", "num_failed_steps"),
+    ("karui_running_sequences", "gauge", "Sequences running.", "num_running"),
+    ("karui_waiting_sequences", "gauge", "Sequences waiting.", "num_waiting"),
+    ("karui_prompt_tokens_total", "counter", "Prompt tokens taken in.", "num_prompt_tokens"),
+    ("karui_cached_prompt_tokens_total", "counter", "Prompt tokens found in the prefix cache.", "num_cached_prompt_tokens"),
+    ("karui_generated_tokens_total", "counter", "Tokens emitted.", "num_generated_tokens"),
+    ("karui_preemptions_total", "counter", "Sequences preempted.", "num_preemptions"),
+    ("karui_kv_blocks", "gauge", "KV blocks in all.", "num_blocks"),
+    ("karui_kv_blocks_free", "gauge", "KV blocks not in use.", "num_free_blocks"),
+    ("karui_kv_blocks_cached", "gauge", "Free KV blocks that still hold a findable prefix.", "num_cached_blocks"),
+    ("karui_drafted_tokens_total", "counter", "Tokens drafted.", "num_drafted_tokens"),
+    ("karui_accepted_tokens_total", "counter", "Drafted tokens accepted.", "num_accepted_tokens"))
+
+
 def engine_figures(engine: Any, healthy: bool) -> list[tuple[str, str, str, float]]:
-    """(name, type, help, value) of everything the engine can tell; what it does not have is left out."""
-    scheduler, pool = getattr(engine, "scheduler", None), getattr(engine, "pool", None)
-    found: list[tuple[str, str, str, float | None]] = [
-        ("karui_healthy", "gauge", "1 while the engine loop runs.", float(healthy)),
-        ("karui_steps_total", "counter", "Engine steps.", getattr(engine, "num_steps", None)),
-        ("karui_failed_steps_total", "counter", "Engine steps that raised.", getattr(engine, "num_failed_steps", None)),
-        ("karui_prompt_tokens_total", "counter", "Prompt tokens taken in.", getattr(engine, "num_prompt_tokens", None)),
-        ("karui_generated_tokens_total", "counter", "Tokens emitted.", getattr(engine, "num_generated_tokens", None))]
-    if scheduler is not None:
-        found += [
-            ("karui_running_sequences", "gauge", "Sequences running.", len(scheduler.running)),
-            ("karui_waiting_sequences", "gauge", "Sequences waiting.", len(scheduler.waiting)),
-            ("karui_preemptions_total", "counter", "Sequences preempted.", scheduler.num_preemptions),
-            ("karui_prefix_cached_tokens_total", "counter", "Prompt tokens found in the cache.", scheduler.num_cached_tokens),
-            ("karui_prefix_looked_up_tokens_total", "counter", "Prompt tokens looked up.", scheduler.num_looked_up_tokens)]
-    if pool is not None:
-        found += [("karui_kv_blocks", "gauge", "KV blocks in all.", pool.num_blocks),
-                  ("karui_kv_blocks_free", "gauge", "KV blocks not in use.", pool.num_free)]
-    statistics = getattr(engine, "speculation_statistics", None)
-    if statistics is not None:
-        found += [("karui_drafted_tokens_total", "counter", "Tokens drafted.", statistics.drafted),
-                  ("karui_accepted_tokens_total", "counter", "Drafted tokens accepted.", statistics.accepted)]
-    return [(name, kind, text, float(value)) for name, kind, text, value in found if value is not None]
+    """(name, type, help, value) of the engine's counters and of the loop's health."""
+    stats = engine.stats
+    return [("karui_healthy", "gauge", "1 while the engine loop runs.", float(healthy)),
+            *((name, kind, text, float(getattr(stats, field))) for name, kind, text, field in _FIGURES)]

@@ -1,0 +1,7 @@
+"""One thread, as the machine is shared."""
+
+import pytest
+
+from tests.evaluate.tiny import one_thread
+
+_one_thread = pytest.fixture(autouse=True)(one_thread)
