@@ -1,0 +1,259 @@
+"""Memory and floating-point operations of a training step, from shapes alone: no weights are loaded.
+
+Legend: T tokens of a micro-batch, S of them supervised, L layers, H hidden, F feed-forward width, Q = heads * head size,
+K = key-value heads * head size, V vocabulary, r adapter rank, b bytes of the compute dtype, B of the residual stream's.
+
+Memory per rank, in bytes
+  weights      each matrix at the bits of its grid, everything else at the model's dtype
+  adapter      r (in + out) per target, fp32
+  gradients    one value per trained parameter in its dtype;   optimizer: two (AdamW's moments)
+  activations  what the layers keep for the backward pass, T * L times
+                 2 H B                    the inputs of the two norms
+                 (2 Q + 2 K) b            q, k, v and the attention's output
+                 2 F b                    gate and up
+                 H b, H b, F b            the inputs of q/k/v, of gate/up and of down, each only if a weight there is trained
+                 (Q + K) b                only with norms on q and k
+                 r b                      per adapter
+               and with recompute=full T * L * H B, plus one layer of the above
+  logits       min(chunk, S) * V * 4, and S * H * b for the gradient of the supervised hidden states
+  head         only when the head is trained: its gradient twice in fp32, while it is scaled
+  working      the largest moment of the backward pass of one layer: 4 T F b, plus one dequantized matrix if the base has a grid
+  peak         weights + adapter + gradients + optimizer + activations + max(logits + head, working)
+
+Operations per step, with N the weights of the linears except the head, n the documents' lengths
+  forward      2 N T + 2 Q L sum(n^2) + 2 V H S          (causal: half of the square)
+  backward     2 N T for the input's gradient, 2 N' T for the N' trained weights, 5/2 of the attention, and the head's 2 V H S
+               (twice that when it is trained)
+  adapters     6 P T for P parameters (2 forward, 4 backward);   recompute=full: the body's forward pass once more
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from karui.configs.quantspec import QuantSpec
+from karui.configs.recipe import LoraStep, Recipe
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_COMPUTE = {"bf16": 2, "fp16": 2}
+_ATTENTION_IN, _GATE_UP, _DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """One linear of the body: its full name and shape."""
+
+    name: str
+    out: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        return self.out * self.width
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes the formulas need.
+
+    Attributes:
+        linears: the body's linears (the head is not one of them).
+        parameters: all parameters, tied ones once.
+        head: V * H; also part of `parameters`.
+        tied: head and embedding are one matrix.
+        q_norm: norms on q and k keep those once more.
+        known: the architecture is of the shape the activation formula describes.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    q: int
+    kv: int
+    vocab: int
+    linears: tuple[Linear, ...]
+    parameters: int
+    tied: bool
+    q_norm: bool
+    known: bool
+
+    @property
+    def head(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def body(self) -> int:
+        """Weights of all linears in the body."""
+        return sum(x.size for x in self.linears)
+
+
+def skeleton(config: Any) -> Any:
+    """The model of a transformers config without storage: parameters have shapes and nothing else."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def shape_of(model: Any) -> ModelShape:
+    """Read the sizes off a transformers causal LM (a `skeleton`, or one with weights)."""
+    from torch import nn
+
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    linears = tuple(Linear(name=n, out=m.out_features, width=m.in_features) for n, m in model.named_modules()
+                    if isinstance(m, nn.Linear) and m is not head)
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    leaves = {x.name.rpartition(".")[2] for x in linears}
+    tied = head.weight is model.get_input_embeddings().weight or bool(getattr(config, "tie_word_embeddings", False))
+    parameters = sum(p.numel() for p in model.parameters())  # a shared one is listed once
+    if tied and head.weight is not model.get_input_embeddings().weight:
+        parameters -= head.weight.numel()
+    return ModelShape(
+        layers=config.num_hidden_layers, hidden=config.hidden_size, ffn=config.intermediate_size, q=heads * size,
+        kv=(getattr(config, "num_key_value_heads", None) or heads) * size, vocab=head.weight.shape[0], linears=linears,
+        parameters=parameters, tied=tied, q_norm=any(n.endswith("q_norm") for n, _ in model.named_modules()),
+        known={"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} <= leaves and not any(
+            "expert" in x.name for x in linears))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What the recipe's prepare steps make of a model.
+
+    Attributes:
+        targets: linears with an adapter, or all of them when nothing is frozen.
+        adapter: parameters of the adapter; 0 when the whole model is trained.
+        full: the model's own weights are trained.
+        base: grid of the linears' weights.
+        rank: adapter rank.
+    """
+
+    targets: frozenset[str]
+    adapter: int
+    full: bool
+    base: QuantSpec
+    rank: int
+
+    def trained(self, shape: ModelShape) -> int:
+        return shape.parameters if self.full else self.adapter
+
+
+def trained_by(recipe: Recipe, model: Any, shape: ModelShape) -> Trained:
+    """Which weights a recipe trains; `model` may be a skeleton.
+
+    Raises:
+        KaruiError: adapter targets that match nothing, or a rank above a matrix's dimensions.
+    """
+    from karui.adapters.lora import check_rank, resolve_targets
+
+    steps = [s for s in recipe.prepare if isinstance(s, LoraStep)]
+    if not steps:
+        every = frozenset(x.name for x in shape.linears)
+        return Trained(targets=every, adapter=0, full=True, base=QuantSpec.parse("none"), rank=0)
+    step = steps[0]
+    targets = resolve_targets(model, step.targets)
+    check_rank(model, targets, step.rank)
+    sizes = [(m.in_features, m.out_features) for m in (model.get_submodule(t) for t in targets)]
+    adapter = sum(step.rank * (a + b) for a, b in sizes)
+    return Trained(targets=frozenset(targets), adapter=adapter, full=False, base=step.base, rank=step.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes per rank; see the module's formulas. `loading`: the high-precision weights beside what they become."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    head: int
+    working: int
+    loading: int
+
+    @property
+    def peak(self) -> int:
+        kept = self.weights + self.adapter + self.gradients + self.optimizer + self.activations
+        return max(self.loading, kept + max(self.logits + self.head, self.working))
+
+
+def memory(recipe: Recipe, shape: ModelShape, trained: Trained, *, tokens: int, supervised: int) -> Memory:
+    """Bytes at the largest micro-batch, of `tokens` tokens of which `supervised` carry loss."""
+    dtype = _BYTES[recipe.model.dtype]
+    grid = weight_bytes(shape.linears, trained.base, dtype)
+    weights = grid + (shape.parameters - shape.body) * dtype
+    count, size = trained.trained(shape), dtype if trained.full else 4
+    compute = _COMPUTE.get(recipe.run.precision, dtype)
+    layer = activation_bytes_per_layer(shape, trained, residual=dtype, compute=compute)
+    kept = shape.layers * layer if recipe.run.recompute == "none" else shape.layers * shape.hidden * dtype + layer
+    quantized = trained.base.format != "none"
+    largest = max(x.size for x in shape.linears) * compute if quantized or compute != dtype else 0
+    head_trained = trained.full
+    return Memory(
+        weights=weights, adapter=trained.adapter * 4, gradients=count * size, optimizer=2 * count * size,
+        activations=round(tokens * kept), logits=min(recipe.objective.chunk_tokens, supervised) * shape.vocab * 4
+        + supervised * shape.hidden * compute, head=2 * shape.head * 4 if head_trained else 0,
+        working=4 * tokens * shape.ffn * compute + largest,
+        loading=shape.parameters * dtype + (grid if quantized else 0))
+
+
+def activation_bytes_per_layer(shape: ModelShape, trained: Trained, *, residual: int, compute: int) -> float:
+    """What one layer keeps per token for its backward pass, in bytes, averaged over the layers."""
+    by_leaf: dict[str, int] = {}
+    for name in trained.targets:
+        leaf = name.rpartition(".")[2]
+        by_leaf[leaf] = by_leaf.get(leaf, 0) + 1
+
+    def share(leaves: tuple[str, ...]) -> float:
+        """The share of layers in which the input of these linears is kept."""
+        return min(1.0, max((by_leaf.get(leaf, 0) for leaf in leaves), default=0) / shape.layers)
+
+    kept: float = 2 * shape.q + 2 * shape.kv + 2 * shape.ffn
+    kept += shape.hidden * (share(_ATTENTION_IN) + share(_GATE_UP)) + shape.ffn * share(_DOWN)
+    kept += (shape.q + shape.kv) if shape.q_norm else 0
+    kept += trained.rank * len(trained.targets) / shape.layers if not trained.full else 0
+    return 2 * shape.hidden * residual + kept * compute
+
+
+def weight_bytes(linears: tuple[Linear, ...], spec: QuantSpec, dtype_bytes: int) -> int:
+    """Bytes of these matrices on a grid, scales of whole rows and tensors included; grid none: at the dtype."""
+    if spec.format == "none":
+        return sum(x.size for x in linears) * dtype_bytes
+    scale = {"float16": 2, "bfloat16": 2, "float32": 4, "e8m0": 1, "e4m3": 1}[spec.scale_dtype]
+    rows = {"channel": sum(x.out for x in linears), "tensor": len(linears)}.get(spec.granularity, 0)
+    return round(sum(x.size for x in linears) * spec.bits_per_weight / 8) + rows * scale
+
+
+def step_flops(recipe: Recipe, shape: ModelShape, trained: Trained, *, tokens: float, supervised: float,
+               squared_lengths: float) -> float:
+    """Floating-point operations of one optimizer step; `squared_lengths`: the sum of the documents' squared lengths."""
+    body, attention = 2.0 * shape.body * tokens, 2.0 * shape.q * shape.layers * squared_lengths
+    head = 2.0 * shape.head * supervised
+    forward = body + attention
+    backward = body + 2.5 * attention + (body if trained.full else 0)
+    again = forward if recipe.run.recompute == "full" else 0
+    return forward + backward + again + head * (3 if trained.full else 2) + 6.0 * trained.adapter * tokens
+
+
+def forward_flops(shape: ModelShape, trained: Trained, *, tokens: float, supervised: float, squared_lengths: float) -> float:
+    """Operations of an evaluation pass."""
+    return (2.0 * (shape.body + trained.adapter) * tokens + 2.0 * shape.q * shape.layers * squared_lengths
+            + 2.0 * shape.head * supervised)
+
+
+def step_traffic(recipe: Recipe, shape: ModelShape, trained: Trained, *, tokens: float, micros: float) -> float:
+    """Bytes that the work beside the matrix products reads and writes in one step.
+
+    Per token and layer: norms and residuals 24 H, rotary 12 (Q + K), SwiGLU 13 F values; per micro-batch: two passes over every
+    dequantized weight (8.5 bytes each); per step: AdamW's 7 values per trained parameter.
+    """
+    value = _COMPUTE.get(recipe.run.precision, _BYTES[recipe.model.dtype])
+    elementwise = (24 * shape.hidden + 12 * (shape.q + shape.kv) + 13 * shape.ffn) * value * tokens * shape.layers
+    elementwise *= 1.4 if recipe.run.recompute == "full" else 1
+    dequantized = 2 * 8.5 * shape.body * micros if trained.base.format != "none" else 0
+    return elementwise + dequantized + 7 * 4 * trained.trained(shape)
