@@ -121,7 +121,8 @@ def test_without_matplotlib_the_plot_says_so(monkeypatch: pytest.MonkeyPatch, tm
 
 def level(speculation: str, concurrency: int, decode: float, limit: float, prompt: int = 128) -> Level:
     return Level(speculation=speculation, concurrency=concurrency, prompt_tokens=prompt, new_tokens=64, ttft_p50_ms=1,
-                 ttft_p95_ms=1, tpot_p50_ms=1, tpot_p95_ms=1, output_per_s=decode, decode_per_s=decode, limit_per_s=limit, share=decode / limit)
+                 ttft_p95_ms=1, tpot_p50_ms=1, tpot_p95_ms=1, output_per_s=decode, decode_per_s=decode, limit_per_s=limit,
+                 share=decode / limit)
 
 
 def test_advice_names_the_bottleneck() -> None:
