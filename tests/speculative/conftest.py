@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from karui.configs.errors import UnsupportedError
 from karui.inference.engine import Engine
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import TorchRunner
@@ -36,11 +37,20 @@ def tiny_weights(config: ModelConfig, seed: int = 0, noise: float = 0.0) -> dict
 
 
 def tiny_engine(spelling: str | SpeculationConfig | None = None, *, vocab: int = 61, dtype: torch.dtype = torch.float32,
-                bit_exact: bool = True, draft_noise: float = 0.02, **options: Any) -> Engine:
+                bit_exact: bool = True, draft_noise: float = 0.02, native: bool = False, **options: Any) -> Engine:
     """An engine over the tiny model, speculating as spelled; heads are random, the draft model a perturbed copy."""
     config = tiny_config(vocab)
     weights = tiny_weights(config)
-    runner = TorchRunner(config, weights, dtype=dtype, bit_exact=bit_exact)
+    runner: Any
+    if native:
+        from karui.inference.models.native import NativeRunner
+
+        try:
+            runner = NativeRunner(config, weights)
+        except (ImportError, UnsupportedError) as error:
+            pytest.skip(f"no native runner here: {error}")
+    else:
+        runner = TorchRunner(config, weights, dtype=dtype, bit_exact=bit_exact)
     speculation = None
     if spelling is not None:
         spec = SpeculationConfig.parse(spelling) if isinstance(spelling, str) else spelling

@@ -56,6 +56,14 @@ def test_sampled_tokens_are_identical_when_drafts_are_deterministic(spelling: st
     assert engine.stats.num_drafted_tokens > 0
 
 
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_native_runner_agrees_bit_for_bit(spelling: str) -> None:
+    """Its sums have one order for every batch, so several rows at once give the bits of one row at a time."""
+    plain = tiny_engine(native=True)
+    for params in (GREEDY, SAMPLED) if spelling in DETERMINISTIC else (GREEDY,):
+        assert tokens(run(tiny_engine(always(spelling), native=True), params)) == tokens(run(plain, params))
+
+
 @pytest.mark.parametrize("spelling", ["ngram:5", "lookahead", "draft:x:4"])
 def test_batched_rows_agree_too(spelling: str) -> None:
     """The ordinary path, several rows per product, in float64 so that rounding cannot decide an argmax."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,49 @@ def bench(engines: Mapping[str, Generates], load: Load, tokens: Sequence[int], *
     ceiling = prefill_limit(machine.flops_per_s, load.weights_per_token)
     return Result(machine=machine, load=load, prompt_tokens=prompt_tokens, prefill_per_s=prefill, prefill_limit_per_s=ceiling,
                   levels=levels, advice=advice(machine, load, levels, prefill, ceiling, prompt_tokens))
+
+
+PASSAGE = """The harbour town wakes before the sun. Fishermen carry nets down the stone steps, bakers open their shutters, and the
+first ferry sounds its horn at the end of the pier. By eight the market is full: oranges from the south, cheese from the hills,
+blue crabs in wet baskets. An old woman sells almanacs and weather; she has been wrong only twice, she says, and both times the sea
+apologised. Children run between the stalls with chalk on their hands. At noon everything stops. The shutters close, the dogs
+lie down in the shade of the customs house, and for two hours nobody buys or sells anything at all. Then a bell rings, the nets
+come up heavy, and the whole town argues about the price of fish until the lamps are lit along the quay.
+"""
+
+
+def run_bench(model: str | Path, *, speculate: str | None = "ngram:5", concurrencies: Sequence[int] = (1, 4, 16),
+              prompt_tokens: int = 128, new_tokens: int = 64, text: Path | None = None, runner: str = "auto",
+              progress: Callable[[str], None] | None = None, **options: Any) -> Result:
+    """`bench` of a bundle, a model folder or a catalogue name: plain, and with `speculate` unless it is None.
+
+    Args:
+        text: where prompts are cut from; a shipped passage, repeated, when None. Whether prompt lookup pays depends on the text:
+            give the kind of text you serve.
+        options: further options of `Engine.load`.
+    """
+    import gc
+
+    from karui.inference.engine import Engine
+    from karui.inference.evaluate.scoring import read_text
+
+    options = {"max_context": prompt_tokens + new_tokens + 16, "max_sequences": max(concurrencies), "runner": runner} | options
+    machine = measure_machine()
+    results = []
+    for spelling in (None, speculate) if speculate else (None,):
+        engine = Engine.load(model, speculation=spelling, **options)
+        if engine.tokenizer is None:
+            raise KaruiError(f"bench: {model} has no tokenizer to cut prompts with.")
+        tokens = list(engine.tokenizer(PASSAGE if text is None else read_text(text), add_special_tokens=False)["input_ids"])
+        tokens = (tokens * (1 + 2 * prompt_tokens // len(tokens)))[:max(len(tokens), 2 * prompt_tokens)]
+        results.append(bench({spelling or "none": engine}, load_of(engine), tokens, concurrencies=concurrencies,
+                             prompt_tokens=prompt_tokens, new_tokens=new_tokens, machine=machine, progress=progress))
+        # One model in memory at a time: the second would push the first out of the caches and both out of small machines.
+        del engine
+        gc.collect()
+    first, levels = results[0], [level for r in results for level in r.levels]
+    return replace(first, levels=levels, advice=advice(machine, first.load, levels, first.prefill_per_s,
+                                                       first.prefill_limit_per_s, prompt_tokens))
 
 
 def load_of(engine: Any) -> Load:

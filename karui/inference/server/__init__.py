@@ -6,6 +6,6 @@
     metrics.py    Prometheus text
 """
 
-from karui.inference.server.run import serve
+from karui.inference.server.run import serve, serve_model
 
-__all__ = ["serve"]
+__all__ = ["serve", "serve_model"]

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from karui.configs.errors import KaruiError
 from karui.inference.server.loop import require_extra
 
 logger = logging.getLogger(__name__)
+
+
+def serve_model(model: str | Path, *, name: str | None = None, host: str = "127.0.0.1", port: int = 8000,
+                api_key: str | None = None, **options: Any) -> None:
+    """Load a bundle, model folder or catalogue name and serve it until interrupted; `options` are those of `Engine.load`."""
+    require_extra()     # before a large model is read in vain
+    from karui.inference.engine import Engine
+
+    engine = Engine.load(model, **options)
+    serve(engine, name or Path(str(model)).name, host=host, port=port, api_key=api_key)
 
 
 def serve(engine: Any, name: str, *, host: str = "127.0.0.1", port: int = 8000, api_key: str | None = None,
