@@ -33,6 +33,7 @@ from karui.inference.cache.pool import BlockPool
 from karui.inference.cache.prefix import HashedIndex
 from karui.inference.live import Beams, Group, Live, Score
 from karui.inference.lora import read_adapter
+from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.rope import context_limit
 from karui.inference.models.weights import Weights, expected_shapes
 from karui.inference.requests import GREEDY, Delta, FinishReason, Output, Request, SamplingParams, TokenLogprob
@@ -88,11 +89,13 @@ class Engine:
         max_sequences: sequences running at once; more wait.
         block_size: tokens per KV block.
         speculation: who drafts; None for plain decoding.
+        dense_weight: a module's base weight in fp32, for DoRA adapters over a runner that has packed it away.
     """
 
     def __init__(self, runner: Runner, tokenizer: Any = None, *, eos_token_ids: Sequence[int] = (), kv_dtype: str = "auto",
                  memory: int | str | None = None, max_context: int | None = None, max_tokens_per_step: int = 512,
-                 max_sequences: int = 64, block_size: int = 16, speculation: Speculation | None = None) -> None:
+                 max_sequences: int = 64, block_size: int = 16, speculation: Speculation | None = None,
+                 dense_weight: Callable[[str], torch.Tensor] | None = None) -> None:
         for name, value in (("max_tokens_per_step", max_tokens_per_step), ("max_sequences", max_sequences),
                             ("block_size", block_size)):
             if value < 1:
@@ -117,7 +120,8 @@ class Engine:
         self._arrivals, self._names, self._loads = itertools.count(), itertools.count(), itertools.count()
         self._rows = np.zeros((3, max_tokens_per_step), dtype=np.int32)  # tokens, positions, slots of the step
         # torch's OpenMP threads spin between the native runner's calls and double its step time.
-        self._one_thread = bool(getattr(runner, "wants_one_torch_thread", False))
+        self._one_thread = not isinstance(runner, TorchRunner)
+        self._dense_weight = dense_weight
         self._num_steps = self._num_failed = self._num_prompt = self._num_cached = self._num_generated = 0
 
     @classmethod
@@ -232,13 +236,18 @@ class Engine:
     def update_weights(self, weights: Weights, version: int | str | None = None) -> int | str:
         """Swap the weights between two steps; returns the new version (None: the old one + 1).
 
-        Tensors that are not named stay. What was computed with the old weights is forgotten: running sequences keep their tokens
-        and compute their keys anew, and the prefix cache does not match across versions.
+        The torch runner keeps tensors that are not named, the native one wants them all. What was computed with the old weights is
+        forgotten: running sequences keep their tokens and compute their keys anew, and the prefix cache does not match across
+        versions.
         """
         if not hasattr(self.runner, "load_weights"):
             raise UnsupportedError(f"{type(self.runner).__name__} cannot swap weights; load the engine with runner='torch'.")
         with self._lock:
-            self.runner.load_weights(weights, partial=True)
+            if getattr(self.runner, "supports_partial_weights", False):
+                self.runner.load_weights(weights, partial=True)
+            else:
+                self.runner.load_weights(weights)
+                self._dense_weight = None
             self.version = version if version is not None else (self.version + 1 if isinstance(self.version, int) else 1)
             self._invalidate(lambda space: (self.version, *space[1:]))
             return self.version
@@ -249,7 +258,7 @@ class Engine:
             raise UnsupportedError(f"{type(self.runner).__name__} serves no adapters; load the engine with runner='torch', or "
                                    "merge the adapter into the model.")
         runner: Any = self.runner
-        layers = read_adapter(folder, expected_shapes(self.config), runner.dense_weight)
+        layers = read_adapter(folder, expected_shapes(self.config), getattr(runner, "dense_weight", self._dense_weight))
         with self._lock:
             known = self._adapters.get(name)
             used = {slot for slot, _ in self._adapters.values()}

@@ -18,6 +18,7 @@ from karui.inference.speculate import Speculation
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.draft_model import RunnerDrafter, check_vocabulary
 from karui.inference.speculative.factory import Speculator
+from karui.kernels.qtensor import QTensor
 
 if TYPE_CHECKING:
     from karui.inference.engine import Engine
@@ -52,7 +53,8 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
     drafting = None
     if spec.method != "none":
         drafting = _speculation(spec, opened, config, made, tokenizer, device=device, choice=runner, options=options)
-    return engine_class(made, tokenizer, eos_token_ids=end_tokens(opened, tokenizer), speculation=drafting, **options)
+    return engine_class(made, tokenizer, eos_token_ids=end_tokens(opened, tokenizer), speculation=drafting,
+                        dense_weight=lambda module: _dense(opened, module), **options)
 
 
 def find(path: str | Path) -> Path:
@@ -114,6 +116,11 @@ def end_tokens(opened: Opened, tokenizer: Any) -> list[int]:
     return sorted({*ids, *([] if own is None else [own])})
 
 
+def _dense(opened: Opened, module: str) -> torch.Tensor:
+    w = opened.weight(f"{module}.weight")
+    return w.dequantize(torch.float32) if isinstance(w, QTensor) else w.float()
+
+
 def _speculation(spec: SpeculationConfig, opened: Opened, config: ModelConfig, runner: Runner, tokenizer: Any, *, device: str,
                  choice: RunnerChoice, options: dict[str, Any]) -> Speculation:
     drafter = None
@@ -127,10 +134,11 @@ def _speculation(spec: SpeculationConfig, opened: Opened, config: ModelConfig, r
         model = make_runner(draft, draft_config, device=device, choice=choice)
         context = options.get("max_context") or min(config.max_context, draft_config.max_context, 8192)
         drafter = RunnerDrafter(model, max_context=context, max_sequences=options.get("max_sequences", 64))
-    embed = None
-    if spec.method == "eagle3":
-        if not hasattr(runner, "embed"):
-            raise UnsupportedError(f"eagle3 needs the embedding lookup that {type(runner).__name__} does not give.")
-        embed = runner.embed
+    embed = getattr(runner, "embed", None)
+    if spec.method == "eagle3" and embed is None:
+        table = _dense(opened, "model.embed_tokens")
+
+        def embed(tokens: torch.Tensor) -> torch.Tensor:
+            return table[tokens.long()]
     heads = opened.path if spec.method in ("medusa", "eagle3") else None
     return Speculation(spec, Speculator(spec, config, heads=heads, embed=embed, drafter=drafter).new)

@@ -18,7 +18,7 @@ _TENSOR = re.compile(
 
 
 def read_adapter(folder: str | Path, shapes: dict[str, tuple[int, ...]],
-                 dense_weight: Callable[[str], torch.Tensor]) -> dict[str, LoraWeights]:
+                 dense_weight: Callable[[str], torch.Tensor] | None) -> dict[str, LoraWeights]:
     """Read `adapter_config.json` and `adapter_model.safetensors` of a LoRA, rsLoRA or DoRA adapter.
 
     Args:
@@ -63,7 +63,7 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _layer(folder: Path, module: str, found: dict[str, torch.Tensor], config: dict[str, Any], shapes: dict[str, tuple[int, ...]],
-           dense_weight: Callable[[str], torch.Tensor]) -> LoraWeights:
+           dense_weight: Callable[[str], torch.Tensor] | None) -> LoraWeights:
     shape = shapes.get(f"{module}.weight")
     if shape is None or len(shape) != 2 or "embed_tokens" in module:
         raise CorruptError(f"adapter {folder}: it adapts {module}, which is not a linear of this model; is it another model's?")
@@ -76,6 +76,9 @@ def _layer(folder: Path, module: str, found: dict[str, torch.Tensor], config: di
     magnitude = found.get("lora_magnitude_vector")
     if magnitude is None:
         return LoraWeights(a, b, scale)
+    if dense_weight is None:
+        raise UnsupportedError(f"adapter {folder} is a DoRA, which needs the base weights; this engine's were replaced in packed "
+                               "form: load the engine anew or merge the adapter.")
     adapted = dense_weight(module).cpu() + scale * (b @ a)
     return LoraWeights(a, b, scale, magnitude.flatten() / adapted.norm(dim=1))
 

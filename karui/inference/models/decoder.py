@@ -58,6 +58,7 @@ class TorchRunner:
     """
 
     supports_adapters = True
+    supports_partial_weights = True
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device | str = "cpu",
                  dtype: torch.dtype = torch.float32, bit_exact: bool = False) -> None:
