@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from karui.configs.errors import CorruptError, KaruiError
-from karui.inference.bundle import decode, open_model, read, write, writer
+from karui.inference.bundle import decode, open_model, read, staging, write, writer
 from karui.kernels.qtensor import QTensor
 from tests.bundle.conftest import random_q
 
@@ -59,8 +59,8 @@ def test_full_disk(tmp_path, monkeypatch, how):
 
 
 def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
-    usage = writer.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = staging.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     monkeypatch.setattr("safetensors.torch.save_file", None)
     with pytest.raises(KaruiError, match=r"\(1,000 bytes\) are free"):
         write(tmp_path / "b", weights(), CONFIG)

@@ -5,16 +5,11 @@ A bundle that fails anywhere on this way does not exist: nothing is left behind.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import errno
 import hashlib
 import json
 import logging
-import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +21,7 @@ from karui.configs.manifest import MANIFEST_NAME, FileRecord, Manifest, Provenan
 from karui.configs.quantspec import QuantSpec
 from karui.inference.bundle import decode
 from karui.inference.bundle.layout import DTYPE_NAMES, check_finite, check_parts, to_parts
+from karui.inference.bundle.staging import check_target, copy_file, fsync, save_text, staged
 from karui.kernels.qtensor import QTensor
 
 log = logging.getLogger(__name__)
@@ -89,18 +85,13 @@ def write(
         CorruptError: the disk gave back something other than what was written.
     """
     target = Path(target)
-    _check_target(target, overwrite)
+    check_target(target, overwrite=overwrite)  # before any work
     specs = {name: w.spec for name, w in weights.items() if isinstance(w, QTensor)}
     for name, spec in specs.items():
         assert QuantSpec.parse(str(spec)) == spec, f"{name}: the spelling of {spec!r} does not parse back"
     parts = {name: _stored(name, w) for name, w in weights.items()}
     needed = sum(t.nbytes for p in parts.values() for t in p.values()) + 16_000_000
-    parent = target.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(parent).free) < needed:
-        raise KaruiError(_full(parent, needed, free))
-
-    with _staging(target, needed) as folder:
+    with staged(target, needed, overwrite=overwrite) as folder:
         shards = _shards(parts, max_shard_bytes)
         for file, names in shards.items():
             _save_safetensors(folder / file, names, parts)
@@ -130,7 +121,7 @@ def write(
             heads=dict(heads or {}),
             plan=dict(plan or {}),
         )
-        _save_text(folder / MANIFEST_NAME, manifest.dumps())
+        save_text(folder / MANIFEST_NAME, manifest.dumps())
         checked = decode.compare(folder, Manifest.read(folder), weights)
         log.info("read back %s tensors, %s codes: bit-equal", checked["tensors"], f"{checked['codes']:,}")
         if parity is not None:
@@ -138,8 +129,7 @@ def write(
             if figures.get("passed") is False:
                 raise KaruiError(f"the bundle does not reproduce the prepared model and was not written: {figures}.")
             manifest = manifest.model_copy(update={"parity": figures})
-            _save_text(folder / MANIFEST_NAME, manifest.dumps())
-        _publish(folder, target, overwrite)
+            save_text(folder / MANIFEST_NAME, manifest.dumps())
     return manifest
 
 
@@ -180,7 +170,7 @@ def _save_safetensors(path: Path, names: list[str], parts: Mapping[str, dict[str
 
     tensors = {f"{name}.{part}" if part else name: t for name in names for part, t in parts[name].items()}
     save_file(tensors, path, metadata={"format": "karui"})
-    _fsync(path)
+    fsync(path)
 
 
 def _small_files(
@@ -190,14 +180,13 @@ def _small_files(
     if quantized:
         # For whoever opens the folder with transformers: it then says that it does not know this quantization.
         config = {**config, "quantization_config": {"quant_method": "karui"}}
-    _save_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    save_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     template = None
     if tokenizer_dir is not None:
         for name in TOKENIZER_FILES:
             source = Path(tokenizer_dir) / name
             if source.is_file():
-                shutil.copyfile(source, folder / name)
-                _fsync(folder / name)
+                copy_file(source, folder / name)
         if (folder / "chat_template.jinja").is_file():
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         elif (folder / "tokenizer_config.json").is_file():
@@ -213,72 +202,3 @@ def _small_files(
 def _provenance(given: Mapping[str, Any] | None) -> Provenance:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return Provenance(**{"karui": __version__, "torch": torch.__version__, "created": now, **(given or {})})
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if not target.exists():
-        return
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if not overwrite:
-        raise KaruiError(f"{target} exists already; choose another output, remove it, or ask to overwrite it.")
-    if not (target / MANIFEST_NAME).is_file():
-        raise KaruiError(f"{target} is not a bundle, so it is not overwritten; choose another output or remove it yourself.")
-
-
-@contextlib.contextmanager
-def _staging(target: Path, needed: int) -> Iterator[Path]:
-    folder = target.parent / f".{target.name}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    try:
-        folder.mkdir()
-        yield folder
-    except Exception as error:
-        # safetensors reports a full disk as its own error type, with the system's text inside.
-        if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
-            raise KaruiError(_full(target.parent, needed, shutil.disk_usage(target.parent).free)) from error
-        if isinstance(error, OSError):
-            raise KaruiError(f"{target} cannot be written: {error}. Nothing was left behind.") from error
-        raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _full(parent: Path, needed: int, free: int) -> str:
-    return (
-        f"no space left in {parent}: the bundle needs about {needed / 1e6:,.0f} MB ({needed:,} bytes), {free / 1e6:,.0f} MB "
-        f"({free:,} bytes) are free. Free some space or choose another output; nothing was left behind."
-    )
-
-
-def _publish(folder: Path, target: Path, overwrite: bool) -> None:
-    _fsync(folder)
-    old = None
-    if overwrite and target.exists() and any(target.iterdir()):
-        old = folder.with_name(folder.name + "-old")
-        os.replace(target, old)
-    try:
-        os.replace(folder, target)
-    except OSError:
-        if old is not None:
-            os.replace(old, target)
-        raise
-    _fsync(target.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _save_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
