@@ -1,0 +1,112 @@
+"""Several models side by side: perplexity, held-out loss, size, speed and memory, in one table.
+
+Quality is measured with the reference runner in fp32, speed with the runner a user gets; both are said under the table.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from karui.configs.errors import KaruiError
+from karui.configs.recipe import DataSection
+
+if TYPE_CHECKING:
+    from karui.inference.evaluate.report import Report
+
+log = logging.getLogger(__name__)
+
+
+def compare(
+    models: Sequence[str],
+    *,
+    text: Path | None = None,
+    windows: int | None = None,
+    data: str | DataSection | None = None,
+    speed: bool = True,
+    runner: str = "auto",
+) -> list[Report]:
+    """Measure each model, print the table and its protocols, return the reports.
+
+    Args:
+        models: bundles, model folders or catalogue names; sizes are compared with the first.
+        text, windows: perplexity over the first windows of a text file.
+        data: held-out samples: a file or shipped sample, or a recipe's data section (its eval split).
+        runner: "auto" measures quality with torch in fp32 and speed with what the engine chooses; a name forces one for both.
+    """
+    from rich.console import Console
+
+    from karui.inference.evaluate.report import protocols, table
+
+    if text is not None and not text.is_file():
+        raise KaruiError(f"--text {text}: no such file.")
+    console = Console(highlight=False)
+    reports = []
+    for name in models:
+        with console.status(f"measuring {name}"):
+            reports.append(_measure(name, text, windows, data, speed, runner))
+        gc.collect()
+    console.print(table(reports))
+    lines = protocols(reports)
+    lines.append(f"quality with the {'reference runner (torch, fp32)' if runner == 'auto' else runner + ' runner'}")
+    for line in lines:
+        console.print(f"  {line}", style="dim")
+    return reports
+
+
+def _measure(
+    name: str, text: Path | None, windows: int | None, data: str | DataSection | None, speed: bool, runner: str
+) -> Report:
+    from karui.inference.engine import Engine
+    from karui.inference.evaluate.memory import disk_bytes, peak_memory
+    from karui.inference.evaluate.report import Report
+    from karui.inference.evaluate.scoring import held_out_loss, perplexity
+    from karui.inference.evaluate.speed import speed as measure_speed
+    from karui.inference.loading import find
+
+    folder = find(name)
+    found: dict[str, Any] = {}
+    if text is not None or data is not None:
+        judge = Engine.load(
+            folder, runner="torch" if runner == "auto" else runner, kv_dtype="float32", max_context=2048, max_sequences=1
+        )
+
+        def scorer(ids: Sequence[int]) -> list[float]:
+            return judge.score([ids])[0].tolist()
+
+        if text is not None:
+            found["perplexity"] = perplexity(scorer, text, judge.tokenizer, windows=windows)
+        if data is not None:
+            found["held_out"] = held_out_loss(scorer, _samples(data, judge.tokenizer), max_tokens=2048)
+        judge.runner.allocate(1, 16, "float32")
+    with peak_memory() as peak:
+        engine = Engine.load(folder, runner=runner, max_context=1024, max_sequences=8)
+        weight_bytes = engine.runner.weight_bytes()
+        if speed:
+            tokens = _speed_text(engine.tokenizer)
+            found["speed"] = measure_speed(engine, tokens)
+    return Report(name=name, disk_bytes=disk_bytes(folder), weight_bytes=weight_bytes, peak_bytes=peak.host_bytes, **found)
+
+
+def _samples(data: str | DataSection, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    from karui.trainers.data import load_samples, shipped_samples
+
+    if isinstance(data, DataSection):
+        section = data
+    elif data in shipped_samples():
+        section = DataSection(train=data, prompt="question", completion="answer", shuffle=False)
+    else:
+        section = DataSection(train=data, shuffle=False)
+    found = load_samples(section, tokenizer, "eval" if isinstance(data, DataSection) else "train")
+    return [(s.ids.tolist(), s.loss_mask.astype(int).tolist()) for s in found]
+
+
+def _speed_text(tokenizer: Any) -> list[int]:
+    """512 tokens of ordinary prose to measure speed with."""
+    from karui.trainers.parity import PROBE
+
+    ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+    return (ids * (512 // len(ids) + 1))[:512]

@@ -1,0 +1,106 @@
+"""The parity gate: a bundle on disk, run by the engine, against the model that training prepared.
+
+The prepared model is built again in the training stack: transformers' own forward over weights that were merged, put on their
+grids and dequantized here. The bundle is read by the engine's reference runner in fp32. Both see the same codes, so their logprobs differ
+by rounding in fp32 alone, and the bound is that tight. The native runner's int8 activations are a choice of speed over
+exactness; how far they move the logprobs is measured and stored beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from karui.configs.errors import KaruiError
+from karui.configs.manifest import Manifest
+from karui.configs.quantspec import QuantSpec
+
+BOUND = 2e-3
+"""Largest difference of a token's logprob (natural log) that fp32 rounding may cause."""
+NATIVE_BOUND = 0.5
+"""Largest mean difference that int8 activations may cause before they count as broken rather than as coarse."""
+
+PROBE = (
+    "The river rose in the night, and by morning the lower field was a lake. Anna counted 17 sheep on the hill and "
+    "wrote the number down; the day before there had been 21.\n\ndef area(width, height):\n    return width * height\n\n"
+    "Water boils at 100 degrees Celsius at sea level. In 1889 the tower was opened to the public, 300 metres high."
+)
+
+
+def make_gate(source: Path, *, adapter: Path | None, base_spec: QuantSpec | None) -> Callable[[Path], dict[str, Any]]:
+    """A `Parity` for `karui.inference.bundle.export.export_model`, over the same source, adapter and base grid.
+
+    Returns figures {"max_abs_dlogprob", "bound", "tokens", "native_mean_abs_dlogprob", ...}.
+    The gate raises `KaruiError` when the bound is not met.
+    """
+
+    def gate(bundle: Path) -> dict[str, Any]:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+        wanted = prepared_logprobs(source, Manifest.read(bundle), ids, adapter=adapter, base_spec=base_spec)
+        exact = engine_logprobs(bundle, ids, runner="torch")
+        figures: dict[str, Any] = {"max_abs_dlogprob": _largest(wanted, exact), "bound": BOUND, "tokens": len(wanted)}
+        if not figures["max_abs_dlogprob"] <= BOUND:
+            raise KaruiError(
+                f"parity: the engine's logprobs differ from the prepared model's by up to {figures['max_abs_dlogprob']:.3g} over "
+                f"{len(wanted)} tokens, bound {BOUND:g}; the bundle was not written. This is a bug in karui: please report it."
+            )
+        fast = engine_logprobs(bundle, ids, runner="auto")
+        mean = sum(abs(a - b) for a, b in zip(wanted, fast)) / len(wanted)
+        figures |= {"native_mean_abs_dlogprob": mean, "native_max_abs_dlogprob": _largest(wanted, fast)}
+        if not mean <= NATIVE_BOUND:
+            raise KaruiError(
+                f"parity: with the native runner the mean logprob difference is {mean:.3g}, bound {NATIVE_BOUND:g}; the bundle "
+                "was not written. Int8 activations do not suit this model; export with --spec none or a wider grid, and report it."
+            )
+        return figures
+
+    return gate
+
+
+def prepared_logprobs(
+    source: Path, manifest: Manifest, ids: Sequence[int], *, adapter: Path | None, base_spec: QuantSpec | None
+) -> list[float]:
+    """Logprobs of ids[1:] under transformers' model with merged, fake-quantized fp32 weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from karui.inference.bundle.merge import load_adapter
+    from karui.kernels.quantize import quantize
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="eager"
+    ).eval()
+    lora = load_adapter(adapter) if adapter is not None else None
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            w = parameter.data
+            if lora is not None and lora.changes(name):
+                if base_spec is not None and base_spec.format != "none":
+                    w = quantize(w, base_spec, name=name).dequantize()
+                w = lora.apply(name, w)
+            record = manifest.tensors.get(name)
+            if record is not None and record.spec != "none":
+                w = quantize(w, QuantSpec.parse(record.spec), name=name).dequantize()
+            parameter.data.copy_(w)
+        logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, :-1].float()
+    return (-torch.nn.functional.cross_entropy(logits, torch.tensor(list(ids[1:])), reduction="none")).tolist()
+
+
+def engine_logprobs(bundle: Path, ids: Sequence[int], *, runner: str) -> list[float]:
+    """Logprobs of ids[1:] under the engine."""
+    from karui.inference.engine import Engine
+
+    return (
+        Engine.load(bundle, runner=runner, kv_dtype="float32", max_context=len(ids) + 1, max_sequences=1)
+        .score([list(ids)])[0]
+        .tolist()
+    )
+
+
+def _largest(a: Sequence[float], b: Sequence[float]) -> float:
+    assert len(a) == len(b), "one logprob per token after the first"
+    return max(abs(x - y) for x, y in zip(a, b))

@@ -1,0 +1,124 @@
+"""The whole path: recipe -> preflight -> train -> export -> parity gate -> compare. What `karui train` runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from karui.configs.errors import KaruiError
+from karui.configs.quantspec import QuantSpec
+from karui.configs.recipe import LoraStep, Recipe
+
+if TYPE_CHECKING:
+    from karui.inference.bundle.export import ExportReport
+    from karui.inference.evaluate.report import Report
+    from karui.trainers.run import RunResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineResult:
+    """What a whole run left: the training's result, one bundle per export, and the closing comparison (base first)."""
+
+    run: RunResult
+    bundles: tuple[Path, ...]
+    reports: tuple[Report, ...]
+
+
+def run_pipeline(
+    recipe: str | Path | Recipe, overrides: Sequence[str] = (), *, dry_run: bool = False, resume: bool | str | Path | None = None
+) -> PipelineResult:
+    """Train as the recipe says, then write its exports and compare them with the model they came from.
+
+    Under `accelerate launch` every rank trains; export and comparison happen on the first rank.
+    """
+    from karui.trainers.run import run_recipe
+
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe.load(recipe, overrides)
+    result = run_recipe(recipe, resume=resume, dry_run=dry_run)
+    if result.final is None or int(os.environ.get("RANK", "0")) != 0:
+        return PipelineResult(run=result, bundles=(), reports=())
+    bundles = []
+    for item in recipe.export:
+        target = Path(item.output.format(run=result.folder, spec=str(item.spec).replace(":", "-")))
+        bundles.append(export_run(result.folder, spec=item.spec, embedding=item.embedding, output=target).path)
+    reports: list[Report] = []
+    if bundles:
+        from karui.trainers.compare import compare
+
+        wanted = recipe.eval
+        reports = compare(
+            [recipe.model.name, *map(str, bundles)],
+            text=Path(wanted.perplexity) if wanted.perplexity else None,
+            windows=wanted.windows,
+            data=recipe.data if wanted.held_out and (recipe.data.eval or recipe.data.holdout) else None,
+            speed=wanted.speed,
+        )
+        for question in wanted.questions:
+            from karui.trainers.talk import answer
+
+            answer(str(bundles[-1]), question, {"max_tokens": 160}, show_question=True)
+    return PipelineResult(run=result, bundles=tuple(bundles), reports=tuple(reports))
+
+
+def export_run(
+    run: str | Path, *, output: str | Path, spec: str | QuantSpec = "w4g32", embedding: str | QuantSpec = "w8"
+) -> ExportReport:
+    """Merge a run's adapter into its base, quantize, and write a bundle that passed the parity gate.
+
+    Args:
+        run: a run folder with recipe.json and final/.
+        spec, embedding: grids of the block linears, and of embedding and output head.
+
+    Raises:
+        KaruiError: not a finished run, a grid that does not fit, a taken target, parity not met.
+    """
+    import json
+
+    from rich.console import Console
+
+    from karui.catalogue import resolve
+    from karui.inference.bundle.export import export_model
+    from karui.trainers.parity import make_gate
+
+    folder = Path(run)
+    if not (folder / "recipe.json").is_file():
+        raise KaruiError(f"{folder} is not a run: recipe.json is missing. Give the folder that `karui train` printed.")
+    if not (folder / "final").is_dir():
+        raise KaruiError(
+            f"{folder} has no final/: the run did not finish. Go on with `karui train {folder / 'recipe.json'} --resume`."
+        )
+    recipe = Recipe.build(json.loads((folder / "recipe.json").read_text(encoding="utf-8")), str(folder / "recipe.json"))
+    is_adapter = (folder / "final" / "adapter_config.json").is_file()
+    source = resolve(recipe.model.name) if is_adapter else folder / "final"
+    adapter = folder / "final" if is_adapter else None
+    base = next((step.base for step in recipe.prepare if isinstance(step, LoraStep) and step.base.format != "none"), None)
+    console = Console(highlight=False)
+    console.print(
+        f"export {folder} -> {output}: linears {spec}, embedding {embedding}" + (f", base on {base} as trained" if base else "")
+    )
+    report = export_model(
+        source,
+        str(spec),
+        output,
+        adapter=adapter,
+        base_spec=base,
+        embedding_spec=str(embedding),
+        recipe=recipe.dump(),
+        provenance={"notes": {"run": folder.name}},
+        parity=make_gate(source, adapter=adapter, base_spec=base),
+    )
+    for row in report.summary():
+        console.print(
+            f"  {row['tensors']:>4} tensors {row['fate']} {row['spec']}: {row['why']} (relative error {row['error']:.4f})"
+        )
+    console.print(f"  {report.bundle_bytes / 1e6:.1f} MB, {report.bundle_bytes / report.fp32_bytes:.3f} of the fp32 size")
+    console.print("  parity: " + _figures(report.manifest.parity))
+    return report
+
+
+def _figures(values: dict[str, Any] | None) -> str:
+    return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in (values or {}).items())
