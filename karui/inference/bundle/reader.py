@@ -289,10 +289,21 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_model(path: str | Path, *, verify: Verify = "quick") -> Opened:
-    """A bundle or a plain model folder, in the same shape. `verify` as in `read`; see there for errors."""
+    """A bundle, a plain model folder or a foreign format, in the same shape. `verify` and errors as in `read`."""
     folder = Path(path)
     if is_bundle(folder):
         return read(folder, verify=verify)
     if (folder / MANIFEST_NAME).is_file():
         Manifest.read(folder)  # says what is wrong with it
+    if _quant_method(folder) == "compressed-tensors":
+        from karui.inference.bundle import compressed_tensors
+
+        return compressed_tensors.read(folder)
     return read_model_folder(folder)
+
+
+def _quant_method(folder: Path) -> str | None:
+    from karui.catalogue.helpers import load_config
+
+    quantization = load_config(folder).get("quantization_config")
+    return quantization.get("quant_method") if isinstance(quantization, dict) else None
