@@ -25,20 +25,19 @@ class FusedLoraLinear(PeftLoraLinear):
         adapter = self._fusable(x) if not args and not kwargs else None
         if adapter is None:
             return super().forward(x, *args, **kwargs)
-        base = self.base_layer
-        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        base: Any = self.base_layer
+        a: Any = self.lora_A[adapter].weight
+        b: Any = self.lora_B[adapter].weight
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         with torch.autocast(x.device.type, enabled=False):
-            return lora_linear(
-                x.to(dtype), _Weight(base), base.bias, a.to(dtype), b.to(dtype), self.scaling[adapter]
-            )
+            return lora_linear(x.to(dtype), _Weight(base), base.bias, a.to(dtype), b.to(dtype), self.scaling[adapter])
 
     def _fusable(self, x: torch.Tensor) -> str | None:
         """The one active adapter that the fused form can serve, else None."""
         if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
             return None
         adapter = self.active_adapters[0]
-        if adapter not in self.lora_A.keys() or adapter in self.lora_variant or self.lora_bias[adapter]:
+        if adapter not in list(self.lora_A) or adapter in self.lora_variant or self.lora_bias[adapter]:
             return None
         if self.training and not isinstance(self.lora_dropout[adapter], nn.Identity):
             return None
@@ -51,7 +50,7 @@ class _Weight:
 
     __slots__ = ("base",)
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: Any) -> None:
         self.base = base
 
     def __call__(self, dtype: torch.dtype) -> torch.Tensor:

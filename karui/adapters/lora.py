@@ -69,7 +69,7 @@ def attach(model: nn.Module, step: LoraStep) -> Attached:
         quantized = tuple(quantize_linears(model, step.base, skip=_head_names(model)))
     config = LoraConfig(
         r=step.rank,
-        lora_alpha=step.alpha,  # type: ignore[arg-type]
+        lora_alpha=int(step.alpha) if step.alpha == int(step.alpha) else step.alpha,  # type: ignore[arg-type]
         lora_dropout=step.dropout,
         use_rslora=step.rslora,
         target_modules=_shortest(model, targets),
@@ -78,8 +78,8 @@ def attach(model: nn.Module, step: LoraStep) -> Attached:
     )
     config._register_custom_module(custom_modules())
     with _quiet():
-        peft_model = get_peft_model(model, config)  # type: ignore[arg-type]
-    return Attached(model=peft_model, targets=tuple(targets), quantized=quantized, base=base)  # type: ignore[arg-type]
+        peft_model = get_peft_model(model, config)
+    return Attached(model=peft_model, targets=tuple(targets), quantized=quantized, base=base)
 
 
 def resolve_targets(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
@@ -112,8 +112,8 @@ def resolve_targets(model: nn.Module, targets: str | tuple[str, ...]) -> list[st
 def check_rank(model: nn.Module, targets: list[str], rank: int) -> None:
     """Raise `KaruiError` when a target's smaller dimension is below `rank`."""
     for name in targets:
-        module = model.get_submodule(name)
-        limit = min(module.in_features, module.out_features)  # type: ignore[arg-type, call-overload]
+        module: Any = model.get_submodule(name)
+        limit = min(module.in_features, module.out_features)
         if rank > limit:
             raise KaruiError(
                 f"rank {rank} is above the dimensions of {name} ({module.out_features} x {module.in_features}); "
@@ -201,9 +201,9 @@ def load_adapter(model: nn.Module, folder: str | Path, *, trainable: bool = Fals
             )
     config = LoraConfig.from_pretrained(str(path))
     config.inference_mode = not trainable
-    config._register_custom_module(custom_modules())  # type: ignore[attr-defined]
+    config._register_custom_module(custom_modules())
     with _quiet():
-        peft_model = PeftModel(model, config)  # type: ignore[arg-type]
+        peft_model = PeftModel(model, config)
     load_values(peft_model, values, str(path))
     peft_model.eval()
     return peft_model
@@ -221,7 +221,8 @@ def adapter_values(folder: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(str(folder / "adapter_model.safetensors"))
     except SafetensorError as error:
-        raise CorruptError(f"{folder / 'adapter_model.safetensors'} cannot be read: {error}. It was cut short or damaged.") from error
+        path = folder / "adapter_model.safetensors"
+        raise CorruptError(f"{path} cannot be read: {error}. It was cut short or damaged.") from error
 
 
 def load_values(model: PeftModel, values: dict[str, torch.Tensor], source: str) -> None:
@@ -261,7 +262,8 @@ def _is_tied(model: nn.Module) -> bool:
 def _shortest(model: nn.Module, targets: list[str]) -> list[str]:
     """Leaf names when they mean exactly `targets` (the form other tools write), else the full names."""
     leaves = sorted({n.rpartition(".")[2] for n in targets})
-    meant = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, QuantizedLinear)) and n.rpartition(".")[2] in leaves}
+    linears = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, QuantizedLinear))]
+    meant = {n for n in linears if n.rpartition(".")[2] in leaves}
     return leaves if meant == set(targets) else list(targets)
 
 

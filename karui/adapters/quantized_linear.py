@@ -25,6 +25,12 @@ class QuantizedLinear(nn.Module):
     Buffers: `qweight` uint8, packed codes; `scale`, `zero` and the spec's extra tensors as in `QTensor`.
     """
 
+    qweight: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    bias: torch.Tensor | None
+    _table: torch.Tensor | None
+
     def __init__(self, weight: QTensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape

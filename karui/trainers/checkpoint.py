@@ -154,7 +154,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> di
             for p, kinds in optimizer.state.items() for kind, value in kinds.items()}
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, module: nn.Module, tensors: Mapping[str, torch.Tensor], source: str
+) -> None:
     """Put the tensors back; every one must belong to a trained parameter of its shape, and none may lack its own.
 
     Raises:
@@ -220,7 +222,8 @@ def sha256(path: Path) -> str:
 
 def _is_io(error: Exception) -> bool:
     """Disk errors come as OSError from Python and as SafetensorError("I/O error ...") from the safetensors library."""
-    return isinstance(error, OSError) or (type(error).__name__ == "SafetensorError" and "I/O" in str(error)) or "No space left" in str(error)
+    foreign = type(error).__name__ == "SafetensorError" and ("I/O" in str(error) or "No space left" in str(error))
+    return isinstance(error, OSError) or foreign
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -156,8 +156,9 @@ class Loop:
             self.progress.note(f"step {state.step}: the {what} is not finite ({gradient.loss}, norm {norm}); no update was made")
             if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise KaruiError(
-                    f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, last at step {state.step}; "
-                    f"the weights are as they were before. Lower optim.lr, set optim.clip, or check the data and the model."
+                    f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, last at step "
+                    f"{state.step}; the weights are as they were before. Lower optim.lr, set optim.clip, or check the data "
+                    f"and the model."
                 )
         if state.step % recipe.run.log_every == 0 or state.step == self.total:
             self.tracker.log({f"train/{k}": v for k, v in values.items() if k not in ("step", "skipped")}, state.step)

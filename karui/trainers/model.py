@@ -97,10 +97,11 @@ def _attention(
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     if window is not None and longest > window:
         raise UnsupportedError(
-            f"a document of {longest} tokens is longer than the model's sliding window of {window}; set data.max_length to {window}."
+            f"a document of {longest} tokens is longer than the model's sliding window of {window}; "
+            f"set data.max_length to {window}."
         )
     if dropout:
-        raise UnsupportedError("attention dropout is not supported in training; set attention_dropout to 0 in the model's config.")
+        raise UnsupportedError("attention dropout is not supported; set attention_dropout to 0 in the model's config.")
     return document_attention(query, key, value, cu_seqlens, scaling or query.shape[-1] ** -0.5), None
 
 
@@ -152,7 +153,7 @@ def install_lean_ops(model: nn.Module) -> dict[str, int]:
     for module in model.modules():
         kind = _lean_kind(module)
         if kind is not None:
-            module.forward = _LEAN[kind](module)  # type: ignore[method-assign]
+            module.forward = _LEAN[kind](module)
             done[kind] += 1
     logger.info("lean operations: %d norms, %d gated products", done["rms_norm"], done["swiglu"])
     return done
@@ -184,8 +185,10 @@ def _lean_kind(module: nn.Module) -> str | None:
         probe = torch.linspace(-3, 2, 2 * weight.numel(), device=weight.device, dtype=weight.dtype).view(2, -1)
         return "rms_norm" if _same(module(probe), _LeanNorm(module)(probe)) else None
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if all(isinstance(p, nn.Module) for p in parts) and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation"):
-        return "swiglu"
+    activation = getattr(module, "act_fn", None)
+    if all(isinstance(p, nn.Module) for p in parts) and isinstance(activation, nn.Module):
+        probe = torch.linspace(-6, 6, 97)
+        return "swiglu" if _same(activation(probe), torch.nn.functional.silu(probe)) else None
     return None
 
 

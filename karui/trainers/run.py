@@ -54,12 +54,15 @@ class RunResult:
     interrupted: str | None = None
 
 
-def run_recipe(recipe: Recipe, *, resume: bool | str | Path | None = None, dry_run: bool = False) -> RunResult:
+def run_recipe(
+    recipe: Recipe, *, resume: bool | str | Path | None = None, dry_run: bool = False, setup: Setup | None = None
+) -> RunResult:
     """Train as the recipe says.
 
     Args:
         resume: True: from the newest checkpoint in the recipe's run folder; a path: from that checkpoint or run folder.
         dry_run: print the preflight and train nothing.
+        setup: model and samples made before, for callers that bring their own; default: `prepare(recipe)`.
 
     Raises:
         KaruiError: anything the recipe, the data, the model or a checkpoint makes impossible; says what to do.
@@ -76,7 +79,7 @@ def run_recipe(recipe: Recipe, *, resume: bool | str | Path | None = None, dry_r
 
     folder = recipe.output
     accelerator = Accelerator(
-        mixed_precision=recipe.run.precision, log_with=tracking.tracker_names(recipe) or None, project_dir=str(folder)  # type: ignore[arg-type]
+        mixed_precision=recipe.run.precision, log_with=tracking.tracker_names(recipe) or None, project_dir=str(folder)
     )
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise UnsupportedError(
@@ -86,11 +89,11 @@ def run_recipe(recipe: Recipe, *, resume: bool | str | Path | None = None, dry_r
     _set_threads(recipe, accelerator)
     main = accelerator.is_main_process
     start = ckpt.find_checkpoint(folder if resume is True else resume) if resume else None
-    setup = prepare(recipe)
     if dry_run:
         if main:
-            _preflight(recipe, setup)
-        return RunResult(folder=folder, final=None, is_adapter=setup.is_adapter)
+            _preflight(recipe, accelerator.num_processes)
+        return RunResult(folder=folder, final=None, is_adapter=bool(recipe.prepare))
+    setup = setup or prepare(recipe)
     loss = LossSum(setup.model, recipe.objective.chunk_tokens)
     _check_isolation(recipe, loss, setup.samples)
     if recipe.run.recompute == "full":
@@ -147,7 +150,8 @@ def run_recipe(recipe: Recipe, *, resume: bool | str | Path | None = None, dry_r
     metrics["peak_memory_bytes"] = peak_memory_bytes()
     if loop.interrupted:
         if main:
-            progress.note(f"stopped by {loop.interrupted} after step {state.step} of {total}; to go on: the same command with --resume")
+            progress.note(f"stopped by {loop.interrupted} after step {state.step} of {total}, checkpoint written; "
+                          f"to go on: the same command with --resume")
         return RunResult(folder=folder, final=None, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted)
     if main:
         _finish(setup, folder, metrics)
@@ -325,12 +329,16 @@ def _data_hash(samples: SampleSet) -> str:
     return digest.hexdigest()[:16]
 
 
-def _preflight(recipe: Recipe, setup: Setup) -> None:
-    sys.stdout.write(f"{recipe.name}: {setup.describe()}\n")
+def _preflight(recipe: Recipe, world: int) -> None:
+    from rich.console import Console
+
+    from karui.trainers.preflight import dry_run, render
+
+    Console().print(render(dry_run(recipe, world=world)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; a user's mistake prints its message and gives 2, an interrupted run 130."""
+    """The whole path, what `karui train` runs too; a user's mistake prints its message and gives 2, a stopped run 130."""
     parser = argparse.ArgumentParser(prog="karui.trainers.run", description="Train as a recipe says.")
     parser.add_argument("recipe", help="a YAML file or the name of a shipped recipe")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
@@ -338,8 +346,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="go on from the newest checkpoint of the run folder, or from PATH")
     parser.add_argument("--dry-run", action="store_true", help="print what would happen; train nothing")
     given = parser.parse_args(argv)
+    from karui.trainers.pipeline import run_pipeline
+
     try:
-        result = run_recipe(Recipe.load(given.recipe, given.overrides), resume=given.resume, dry_run=given.dry_run)
+        result = run_pipeline(given.recipe, given.overrides, resume=given.resume, dry_run=given.dry_run).run
     except KaruiError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -40,7 +40,7 @@ def linear_cross_entropy(
         )
     if chunk < 1:
         raise KaruiError(f"chunk must be at least 1, got {chunk}.")
-    if targets.numel() and not (0 <= int(targets.min()) and int(targets.max()) < weight.shape[0]):
+    if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < weight.shape[0]):
         raise KaruiError(
             f"targets lie in {int(targets.min())}..{int(targets.max())}, the vocabulary in 0..{weight.shape[0] - 1}; "
             f"give only supervised rows (no -100), and the tokenizer that belongs to the model."
