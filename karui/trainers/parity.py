@@ -1,9 +1,9 @@
 """The parity gate: a bundle on disk, run by the engine, against the model that training prepared.
 
-The prepared model is built again in the training stack: transformers' own forward over weights that were merged, put on their
-grids and dequantized here. The bundle is read by the engine's reference runner in fp32. Both see the same codes, so their logprobs differ
-by rounding in fp32 alone, and the bound is that tight. The native runner's int8 activations are a choice of speed over
-exactness; how far they move the logprobs is measured and stored beside it.
+The prepared model is built again in the training stack: transformers' own forward over weights that were merged, put on
+their grids and dequantized here. The bundle is read by the engine's reference runner in fp32. Both see the same codes, so
+their logprobs differ by rounding in fp32 alone, and the bound is that tight. The native runner's int8 activations trade
+exactness for speed; how far they move the logprobs is measured and stored beside it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def make_gate(source: Path, *, adapter: Path | None, base_spec: QuantSpec | None
         figures |= {"native_mean_abs_dlogprob": mean, "native_max_abs_dlogprob": _largest(wanted, fast)}
         if not mean <= NATIVE_BOUND:
             raise KaruiError(
-                f"parity: with the native runner the mean logprob difference is {mean:.3g}, bound {NATIVE_BOUND:g}; the bundle "
-                "was not written. Int8 activations do not suit this model; export with --spec none or a wider grid, and report it."
+                f"parity: with the native runner the mean logprob difference is {mean:.3g}, bound {NATIVE_BOUND:g}; the "
+                "bundle was not written. Int8 activations do not suit this model; export with --spec none or a wider grid."
             )
         return figures
 

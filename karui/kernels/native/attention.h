@@ -48,9 +48,9 @@ static void write_cache(const Cache& c, int slot, int head, const float* key, co
         int8_t codes[1024];
         int32_t sum;
         const int64_t s = scale_at(c, slot, head);
-        quantize_row(key, n, n, true, 0, codes, c.key_scale + s, &sum);
+        quantize_row(key, n, n, true, 0, {codes, c.key_scale + s, &sum, CHUNK, 1});
         for (int d = 0; d < n; d++) ((int8_t*)c.keys)[k + d * 16] = codes[d];
-        quantize_row(value, n, n, true, 0, (int8_t*)c.values + v, c.value_scale + s, &sum);
+        quantize_row(value, n, n, true, 0, {(int8_t*)c.values + v, c.value_scale + s, &sum, CHUNK, 1});
     }
 }
 

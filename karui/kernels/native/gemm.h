@@ -29,12 +29,12 @@ INLINE V load_scale(const Linear& w, int64_t i) {
 }
 
 template <int BITS, int M, int N, int Q, int LAST>
-INLINE void dot_quads(typename Dot<BITS>::P (&part)[M][N], const uint8_t* codes, const int8_t* const (&x)[M], int64_t at) {
+INLINE void dot_quads(typename Dot<BITS>::P (&part)[M][N], const uint8_t* codes, const int8_t* x) {
     for (int n = 0; n < N; n++) {
         U u = unpack<BITS, Q>(codes + 4 * W * n);
-        for (int m = 0; m < M; m++) part[m][n] = Dot<BITS>::step(part[m][n], u, quad(x[m] + at + 4 * Q));
+        for (int m = 0; m < M; m++) part[m][n] = Dot<BITS>::step(part[m][n], u, quad(x + CHUNK * m + 4 * Q));
     }
-    if constexpr (Q + 1 < LAST) dot_quads<BITS, M, N, Q + 1, LAST>(part, codes, x, at);
+    if constexpr (Q + 1 < LAST) dot_quads<BITS, M, N, Q + 1, LAST>(part, codes, x);
 }
 
 INLINE void finish(const Linear& w, V sum, int row, float* y, bool accumulate) {
@@ -48,8 +48,9 @@ INLINE void finish(const Linear& w, V sum, int row, float* y, bool accumulate) {
     }
 }
 
-// Rows [m0, m0+M) of the activations times rows [row, row + N*W) of the weights. BLOCK: 16, 32, or 0 for longer blocks.
-template <int BITS, int M, int N, int BLOCK>
+// Rows [m0, m0+M) of the activations, which lie in one tile of 8, times rows [row, row + N*W) of the weights.
+// BLOCK: 16, 32, or 0 for longer blocks. AFFINE: a zero point per group.
+template <int BITS, int M, int N, int BLOCK, bool AFFINE>
 static void tile_int(const Linear& w, const Activations& a, int m0, int row, float* y, int ldy, bool accumulate) {
     typedef Dot<BITS> D;
     constexpr int bytes_per_chunk = CHUNK * PANEL * BITS / 8;
@@ -57,55 +58,43 @@ static void tile_int(const Linear& w, const Activations& a, int m0, int row, flo
     const int blocks_per_group = w.group / block, chunks_per_block = BLOCK ? 1 : block / CHUNK;
     const int panel = row / PANEL, lane = row % PANEL;
     const uint8_t* codes = w.codes + (int64_t)panel * (w.k_padded / CHUNK) * bytes_per_chunk + 4 * lane;
-    const int8_t* x[M];
-    const float* xs[M];
-    const int32_t* xz[M];
+    const int8_t* x = a.codes + (int64_t)(m0 / TILE) * TILE * w.k_padded + m0 % TILE * CHUNK;
+    const float* xs = a.scale + (int64_t)(m0 / TILE) * TILE * blocks + m0 % TILE;
+    const int32_t* xz = a.sum + (int64_t)(m0 / TILE) * TILE * blocks + m0 % TILE;
     V sum[M][N];
-    for (int m = 0; m < M; m++) {
-        x[m] = a.codes + (int64_t)(m0 + m) * w.k_padded;
-        xs[m] = a.scale + (int64_t)(m0 + m) * blocks;
-        xz[m] = a.sum + (int64_t)(m0 + m) * blocks;
+    for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) sum[m][n] = set1(0.0f);
-    }
-    int b = 0;
-    int64_t at = 0;
+    int half = 0;
     for (int g = 0; g < groups; g++) {
         V scale[N];
         I zero[N];
         for (int n = 0; n < N; n++) {
             int64_t i = ((int64_t)panel * groups + g) * PANEL + lane + W * n;
             scale[n] = load_scale(w, i);
-            if (w.zeros) zero[n] = isub(iset1(D::bias), iload_u8(w.zeros + i));
+            if (AFFINE) zero[n] = isub(iset1(D::bias), iload_u8(w.zeros + i));
         }
-        for (int end = b + blocks_per_group; b < end; b++) {
+        for (int b = 0; b < blocks_per_group; b++, xs += TILE, xz += TILE) {
             I total[M][N];
             for (int m = 0; m < M; m++)
-                for (int n = 0; n < N; n++) {
-                    total[m][n] = iset1(xz[m][b]);
-                    if (w.zeros) total[m][n] = imul(total[m][n], zero[n]);
-                }
+                for (int n = 0; n < N; n++) total[m][n] = AFFINE ? imul(iset1(xz[m]), zero[n]) : iset1(xz[m]);
             for (int c = 0; c < chunks_per_block; c++) {
                 typename D::P part[M][N];
                 for (int m = 0; m < M; m++)
                     for (int n = 0; n < N; n++) part[m][n] = D::open(total[m][n]);
-                if constexpr (BLOCK != 16) {
+                if (BLOCK != 16 || half == 0)
                     for (int p = 0; p < bytes_per_chunk; p += 64) __builtin_prefetch(codes + PREFETCH + p);
-                    dot_quads<BITS, M, N, 0, 8>(part, codes, x, at);
+                if constexpr (BLOCK != 16) dot_quads<BITS, M, N, 0, 8>(part, codes, x);
+                else if (half == 0) dot_quads<BITS, M, N, 0, 4>(part, codes, x);
+                else dot_quads<BITS, M, N, 4, 8>(part, codes, x);
+                if (BLOCK != 16 || (half ^= 1) == 0) {
                     codes += bytes_per_chunk;
-                    at += CHUNK;
-                } else if (b % 2 == 0) {
-                    for (int p = 0; p < bytes_per_chunk; p += 64) __builtin_prefetch(codes + PREFETCH + p);
-                    dot_quads<BITS, M, N, 0, 4>(part, codes, x, at);
-                } else {
-                    dot_quads<BITS, M, N, 4, 8>(part, codes, x, at);
-                    codes += bytes_per_chunk;
-                    at += CHUNK;
+                    x += TILE * CHUNK;
                 }
                 for (int m = 0; m < M; m++)
                     for (int n = 0; n < N; n++) total[m][n] = D::close(total[m][n], part[m][n]);
             }
             for (int m = 0; m < M; m++)
-                for (int n = 0; n < N; n++) sum[m][n] = fma(scale[n], mul(set1(xs[m][b]), to_float(total[m][n])), sum[m][n]);
+                for (int n = 0; n < N; n++) sum[m][n] = fma(scale[n], mul(set1(xs[m]), to_float(total[m][n])), sum[m][n]);
         }
     }
     for (int m = 0; m < M; m++)
@@ -175,19 +164,19 @@ static void tile_float(const Linear& w, const Activations& a, int m0, int row, c
         for (int n = 0; n < N; n++) finish(w, sum[m][n], row + W * n, y + (int64_t)(m0 + m) * ldy, accumulate);
 }
 
-template <int BITS, int BLOCK>
+template <int BITS, int BLOCK, bool AFFINE>
 static void panel_int(const Linear& w, const Activations& a, int rows, int panel, float* y, int ldy, bool accumulate) {
     constexpr int both = PANEL / W;  // vectors in a panel; small tiles take them together, large ones would spill on AVX2
     const int row = panel * PANEL;
     int m = 0;
     for (; m + 8 <= rows; m += 8)
-        for (int r = 0; r < PANEL; r += W) tile_int<BITS, 8, 1, BLOCK>(w, a, m, row + r, y, ldy, accumulate);
+        for (int r = 0; r < PANEL; r += W) tile_int<BITS, 8, 1, BLOCK, AFFINE>(w, a, m, row + r, y, ldy, accumulate);
     if (m + 4 <= rows) {
-        for (int r = 0; r < PANEL; r += W) tile_int<BITS, 4, 1, BLOCK>(w, a, m, row + r, y, ldy, accumulate);
+        for (int r = 0; r < PANEL; r += W) tile_int<BITS, 4, 1, BLOCK, AFFINE>(w, a, m, row + r, y, ldy, accumulate);
         m += 4;
     }
-    if (m + 2 <= rows) { tile_int<BITS, 2, both, BLOCK>(w, a, m, row, y, ldy, accumulate); m += 2; }
-    if (m < rows) tile_int<BITS, 1, both, BLOCK>(w, a, m, row, y, ldy, accumulate);
+    if (m + 2 <= rows) { tile_int<BITS, 2, both, BLOCK, AFFINE>(w, a, m, row, y, ldy, accumulate); m += 2; }
+    if (m < rows) tile_int<BITS, 1, both, BLOCK, AFFINE>(w, a, m, row, y, ldy, accumulate);
 }
 
 static void panel_float(const Linear& w, const Activations& a, int rows, int panel, float* y, int ldy, bool accumulate, float* scratch) {
@@ -210,15 +199,20 @@ static void panel_float(const Linear& w, const Activations& a, int rows, int pan
 static void multiply(const Linear& w, const Activations& a, int rows, int first, int last, float* y, int ldy, bool accumulate, float* scratch) {
     for (int p = first; p < last; p++) {
         if (w.kind != QUANTIZED || w.act_bits != 8) { panel_float(w, a, rows, p, y, ldy, accumulate, scratch); continue; }
-        auto by_block = [&](auto bits) {
+        auto with = [&](auto bits, auto affine) {
             constexpr int B = decltype(bits)::value;
-            if (w.block == 32) panel_int<B, 32>(w, a, rows, p, y, ldy, accumulate);
-            else if (w.block == 16) panel_int<B, 16>(w, a, rows, p, y, ldy, accumulate);
-            else panel_int<B, 0>(w, a, rows, p, y, ldy, accumulate);
+            constexpr bool A = decltype(affine)::value;
+            if (w.block == 32) panel_int<B, 32, A>(w, a, rows, p, y, ldy, accumulate);
+            else if (w.block == 16) panel_int<B, 16, A>(w, a, rows, p, y, ldy, accumulate);
+            else panel_int<B, 0, A>(w, a, rows, p, y, ldy, accumulate);
         };
-        if (w.bits == 8) by_block(std::integral_constant<int, 8>());
-        else if (w.bits == 4) by_block(std::integral_constant<int, 4>());
-        else if (w.bits == 3) by_block(std::integral_constant<int, 3>());
-        else by_block(std::integral_constant<int, 2>());
+        auto with_bits = [&](auto affine) {
+            if (w.bits == 8) with(std::integral_constant<int, 8>(), affine);
+            else if (w.bits == 4) with(std::integral_constant<int, 4>(), affine);
+            else if (w.bits == 3) with(std::integral_constant<int, 3>(), affine);
+            else with(std::integral_constant<int, 2>(), affine);
+        };
+        if (w.zeros) with_bits(std::true_type());
+        else with_bits(std::false_type());
     }
 }

@@ -169,7 +169,7 @@ struct Model {
     }
 
     // Quantizes rows of x for each distinct need among the linears.
-    void quantize(const Linear* const* parts, int count, const float* x, int ldx, int rows, int first, int last) {
+    void quantize(const Linear* const* parts, int count, const float* x, int ldx, int first, int last) {
         for (int i = 0; i < count; i++) {
             const Linear& w = *parts[i];
             if (!integer(w)) continue;
@@ -178,10 +178,9 @@ struct Model {
             if (done) continue;
             const int blocks = w.k_padded / w.block;
             for (int r = first; r < last; r++)
-                quantize_row(x + (int64_t)r * ldx, w.k_padded, w.block, w.per_token, factor(w), coded[i].codes.data + (int64_t)r * w.k_padded,
-                             coded[i].scale.data + (int64_t)r * blocks, coded[i].sum.data + (int64_t)r * blocks);
+                quantize_row(x + (int64_t)r * ldx, w.k_padded, w.block, w.per_token, factor(w),
+                             tiled_row(coded[i].codes.data, coded[i].scale.data, coded[i].sum.data, r, w.k_padded, blocks));
         }
-        (void)rows;
     }
 
     // y_i = x W_i^T for up to three linears over the same rows, panels shared between the threads.
@@ -275,7 +274,7 @@ struct Model {
         int first, last;
         share(rows, t, n, first, last);
         for (int r = first; r < last; r++) rms_norm(h.data + (int64_t)r * ld_hidden, weight, c.hidden, c.eps, normed.data + (int64_t)r * ld_hidden);
-        quantize(parts, count, normed.data, ld_hidden, rows, first, last);
+        quantize(parts, count, normed.data, ld_hidden, first, last);
         team.barrier();
     }
 
@@ -295,7 +294,11 @@ struct Model {
         const int q = b->query_starts[s + 1] - b->query_starts[s], before = b->context_lens[s] - q;
         const uint8_t* mask = b->tree ? b->tree[s] : nullptr;
         int i = 0;
-        for (; i < count && (!mask || first + i < before); i++) out[i] = slot_of(s, first + i);
+        const int plain = mask ? std::max(0, std::min(count, before - first)) : count;
+        while (i < plain) {
+            int slot = slot_of(s, first + i), left = b->block_size - (first + i) % b->block_size;
+            for (; left > 0 && i < plain; left--) out[i++] = slot++;
+        }
         if (i == count) return;
         int index = before;
         for (int j = 0; j < q; j++) {
@@ -365,7 +368,10 @@ struct Model {
             }
             Chunk keys;
             find_chunk<T>(cached, item.kv_head, slots, count, w.gathered, keys);
-            if (item.chunk < 0 && chunk + 1 < stop && nq <= 8) prefetch_next<T>(cached, item, first + KEYS, longest);
+            if (nq <= 16) {  // a few queries over many keys: the cache comes from memory
+                prefetch_chunk<T>(keys.values, keys.groups);
+                prefetch_keys<T>(cached, item, chunk, stop, longest);
+            }
             attend_all<T>(cached, keys, nq, query, from, to, part, out);
             if (item.chunk < 0)
                 for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * dim_padded, part[i], out + (int64_t)i * dim_padded, dim_padded);
@@ -373,13 +379,26 @@ struct Model {
         if (item.chunk < 0)
             for (int i = 0; i < nq; i++) write_mixed(base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
     }
-    template <typename T> void prefetch_next(const Cache& cached, const Item& item, int first, int longest) {
-        for (int i = first; i < std::min(longest, first + KEYS); i += 16) {
-            const int slot = slot_of(item.sequence, i) / 16 * 16;
-            const char* k = (const char*)((const T*)cached.keys + key_at(cached, slot, item.kv_head, 0));
-            const char* v = (const char*)((const T*)cached.values + value_at(cached, slot, item.kv_head));
-            for (int p = 0; p < (int)(16 * dim_padded * sizeof(T)); p += 64) { __builtin_prefetch(k + p); __builtin_prefetch(v + p); }
+    template <typename T> void prefetch_chunk(const void* const* groups, int count) const {
+        for (int g = 0; g < count; g++)
+            for (int p = 0; p < (int)(16 * dim_padded * sizeof(T)); p += 64) __builtin_prefetch((const char*)groups[g] + p);
+    }
+    // Keys that this thread will likely need next: the following chunk, or the item that is handed out next.
+    template <typename T> void prefetch_keys(const Cache& cached, const Item& item, int chunk, int stop, int longest) const {
+        int sequence = item.sequence, head = item.kv_head, first = (chunk + 1) * KEYS;
+        if (chunk + 1 == stop) {
+            const int i = next.load(std::memory_order_relaxed);
+            if (i >= (int)items.size()) return;
+            sequence = items[i].sequence;
+            head = items[i].kv_head;
+            first = std::max(items[i].chunk, 0) * KEYS;
+            longest = b->context_lens[sequence];
         }
+        const void* groups[GROUPS];
+        int count = 0;
+        for (int i = first; i < std::min(longest, first + KEYS); i += 16)
+            groups[count++] = (const T*)cached.keys + key_at(cached, slot_of(sequence, i) / 16 * 16, head, 0);
+        prefetch_chunk<T>(groups, count);
     }
     void write_mixed(int row, int head, const Partial& run, const float* total) {
         float* out = mixed.data + (int64_t)row * ld_q + head * c.head_dim;
@@ -447,7 +466,7 @@ struct Model {
 
     void prepare(const Batch& batch) {  // by one thread, before the team starts
         b = &batch;
-        const size_t T = batch.tokens_n, rows = std::max<size_t>(T, batch.wanted);
+        const size_t T = batch.tokens_n, rows = round_up(std::max(batch.tokens_n, batch.wanted), TILE);
         ld_qkv = c.heads * c.head_dim;
         ld_kv = 2 * c.kv_heads * c.head_dim;
         h.need(T * ld_hidden + max_padded);
@@ -509,7 +528,7 @@ struct Model {
             attention(l, t);
             if (t == 0) next.store(0);
             const Linear* o[] = {&y.o};
-            quantize(o, 1, mixed.data, ld_q, T, first, last);
+            quantize(o, 1, mixed.data, ld_q, first, last);
             team.barrier();
             add_to_residual(&y.o, mixed.data, ld_q, t, n, adapted ? base + 3 : nullptr);
             const Linear* gate_up[] = {&y.gate, &y.up};
@@ -524,7 +543,7 @@ struct Model {
                 swiglu(g, up.data + (int64_t)r * ld_inter, c.intermediate, g);
                 for (int i = c.intermediate; i < ld_inter; i++) g[i] = 0.0f;
             }
-            quantize(down, 1, gate.data, ld_inter, T, first, last);
+            quantize(down, 1, gate.data, ld_inter, first, last);
             team.barrier();
             add_to_residual(&y.down, gate.data, ld_inter, t, n, adapted ? base + 6 : nullptr);
         }
@@ -537,7 +556,7 @@ struct Model {
             rms_norm(h.data + (int64_t)b->rows[r] * ld_hidden, c.final_norm, c.hidden, c.eps, out);
             if (b->hidden) memcpy(b->hidden + (int64_t)r * c.hidden, out, c.hidden * 4);
         }
-        quantize(head, 1, normed.data, ld_hidden, b->wanted, first, last);
+        quantize(head, 1, normed.data, ld_hidden, first, last);
         team.barrier();
         float* out_logits[] = {b->logits};
         const int ldv[] = {c.vocab};
@@ -625,12 +644,13 @@ void karui_linear(const Linear* w, const float* x, int rows, float* y) {
     scratch.need((size_t)kp * PANEL);
     for (int r = 0; r < rows; r++) memcpy(padded.data + (int64_t)r * kp, x + (int64_t)r * w->k, w->k * 4);
     if (Model::integer(*w)) {
-        codes.need((size_t)rows * kp);
-        scale.need((size_t)rows * blocks);
-        sum.need((size_t)rows * blocks);
+        const size_t tiled = round_up(rows, TILE);
+        codes.need(tiled * kp);
+        scale.need(tiled * blocks);
+        sum.need(tiled * blocks);
         for (int r = 0; r < rows; r++)
-            quantize_row(padded.data + (int64_t)r * kp, kp, w->block, w->per_token, Model::factor(*w), codes.data + (int64_t)r * kp,
-                         scale.data + (int64_t)r * blocks, sum.data + (int64_t)r * blocks);
+            quantize_row(padded.data + (int64_t)r * kp, kp, w->block, w->per_token, Model::factor(*w),
+                         tiled_row(codes.data, scale.data, sum.data, r, kp, blocks));
     }
     multiply(*w, {padded.data, kp, codes.data, scale.data, sum.data}, rows, 0, num_panels(*w), y, w->n, false, scratch.data);
 }

@@ -14,34 +14,46 @@ static void rms_norm(const float* x, const float* weight, int n, float eps, floa
     for (; i < n; i++) out[i] = x[i] * r * weight[i];
 }
 
+// Where one row of int8 activations is written: chunk c of 32 codes at codes + c * chunk_step, block b's scale at scale + b * step.
+struct CodeRow {
+    int8_t* codes;
+    float* scale;
+    int32_t* sum;
+    int chunk_step, step;
+};
+INLINE CodeRow tiled_row(int8_t* codes, float* scale, int32_t* sum, int64_t row, int k_padded, int blocks) {  // see Activations
+    const int64_t tile = row / TILE * TILE, r = row % TILE;
+    return {codes + tile * k_padded + r * CHUNK, scale + tile * blocks + r, sum + tile * blocks + r, TILE * CHUNK, TILE};
+}
+
 // Symmetric int8, round to nearest even: scale = max|x| / 127, code = round(x / scale), over the whole row (per_token) or each
 // block of inputs. x has k_padded readable values, zeros from k on. sum = sum of the block's codes times `factor`.
-static void quantize_row(const float* x, int k_padded, int block, bool per_token, int32_t factor, int8_t* codes, float* scale, int32_t* sum) {
+static void quantize_row(const float* x, int k_padded, int block, bool per_token, int32_t factor, const CodeRow& out) {
     float row_max = 0;
     if (per_token) {
         V m = set1(0.0f);
         for (int i = 0; i < k_padded; i += W) m = vmax(m, vabs(load(x + i)));
         row_max = hmax(m);
     }
-    for (int b = 0; b < k_padded / block; b++) {
-        const float* xb = x + b * block;
+    for (int b = 0, i = 0; i < k_padded; b++) {
+        const int end = i + block;
         float largest = row_max;
         if (!per_token) {
             V m = set1(0.0f);
-            for (int i = 0; i < block; i += W) m = vmax(m, vabs(load(xb + i)));
+            for (int j = i; j < end; j += W) m = vmax(m, vabs(load(x + j)));
             largest = hmax(m);
         }
         const float s = largest / 127.0f;
         const V divisor = set1(s > 0 ? s : 1.0f), limit = set1(127.0f);
         I total = iset1(0);
-        for (int i = 0; i < block; i += W) {
-            V v = div(load(xb + i), divisor);
+        for (; i < end; i += W) {
+            V v = div(load(x + i), divisor);
             I c = round_int(vmax(vmin(v, limit), set1(-127.0f)));
-            store_i8(codes + b * block + i, c);
+            store_i8(out.codes + i / CHUNK * out.chunk_step + i % CHUNK, c);
             total = iadd(total, c);
         }
-        scale[b] = s;
-        sum[b] = ihsum(total) * factor;
+        out.scale[b * out.step] = s;
+        out.sum[b * out.step] = ihsum(total) * factor;
     }
 }
 

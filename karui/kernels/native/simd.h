@@ -151,7 +151,11 @@ template <int BITS> struct Dot {
     static constexpr int bias = 0;
     typedef __m256i P;
     INLINE P open(I) { return _mm256_setzero_si256(); }
-    INLINE P step(P p, U w, U x) { return _mm256_add_epi16(p, _mm256_maddubs_epi16(w, x)); }
+    INLINE P step(P p, U w, U x) {
+        p = _mm256_add_epi16(p, _mm256_maddubs_epi16(w, x));
+        asm("" : "+x"(p));  // GCC would regroup the sums of a tile and spill them all: half the speed
+        return p;
+    }
     INLINE I close(I total, P p) { return _mm256_add_epi32(total, _mm256_madd_epi16(p, _mm256_set1_epi16(1))); }
 };
 // 8-bit codes would saturate int16 as unsigned: |code - 128| <= 128 times x with the sign moved over stays below 32,513.
@@ -161,7 +165,10 @@ template <> struct Dot<8> {
     INLINE P open(I total) { return total; }
     INLINE P step(P p, U w, U x) {
         w = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
-        return _mm256_add_epi32(p, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1)));
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+        p = _mm256_add_epi32(p, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        asm("" : "+x"(p));
+        return p;
     }
     INLINE I close(I, P p) { return p; }
 };

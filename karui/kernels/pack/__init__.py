@@ -26,6 +26,12 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
         return codes.clone()
     if codes.numel() and int(codes.max()) >= 2**bits:
         raise KaruiError(f"code {int(codes.max())} does not fit in {bits} bits.")
+    if 8 % bits == 0:
+        cells = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % (8 // bits))).unflatten(-1, (-1, 8 // bits))
+        out = cells[..., 0].clone()
+        for i in range(1, 8 // bits):
+            out |= cells[..., i] << (i * bits)
+        return out
     period = 8 // math.gcd(8, bits)  # elements after which the stream is byte-aligned again
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % period))
     cells = padded.reshape(*codes.shape[:-1], -1, period).to(torch.int64)
@@ -46,6 +52,10 @@ def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
         raise KaruiError(f"{n} codes of {bits} bits take {packed_width(n, bits)} bytes, got {packed.shape[-1]}.")
     if bits == 8:
         return packed.clone()
+    if 8 % bits == 0:  # whole codes in each byte: no wide integers needed
+        mask = 2**bits - 1
+        cells = torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], -1)
+        return cells.reshape(*packed.shape[:-1], -1)[..., :n].contiguous()
     period = 8 // math.gcd(8, bits)
     num_bytes = period * bits // 8
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % num_bytes))
