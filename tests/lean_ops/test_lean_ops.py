@@ -1,0 +1,100 @@
+"""Reference: RMSNorm, SwiGLU, LoRA linear and document attention against plain torch, values and gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from karui.kernels.document_attention import document_attention
+from karui.kernels.document_attention.reference import document_attention as attention_reference
+from karui.kernels.lora import frozen_linear, lora_linear
+from karui.kernels.lora.reference import lora_linear as lora_reference
+from karui.kernels.rms_norm import rms_norm
+from karui.kernels.rms_norm.reference import rms_norm as norm_reference
+from karui.kernels.swiglu import swiglu
+from karui.kernels.swiglu.reference import swiglu as swiglu_reference
+
+
+def _rand(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (2, 3, 9)])
+def test_rms_norm_gradcheck_and_reference(shape):
+    x, w = _rand(*shape), _rand(shape[-1], seed=1)
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, w))
+    assert torch.allclose(rms_norm(x, w, 1e-5), norm_reference(x, w, 1e-5), atol=1e-12)
+
+
+def test_rms_norm_of_zeros_is_zero_with_a_finite_gradient():
+    x = torch.zeros(2, 8, requires_grad=True)
+    rms_norm(x, torch.ones(8), 1e-5).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 3, 7)])
+def test_swiglu_gradcheck_and_reference(shape):
+    gate, up = _rand(*shape), _rand(*shape, seed=1)
+    assert torch.autograd.gradcheck(swiglu, (gate, up))
+    assert torch.allclose(swiglu(gate, up), swiglu_reference(gate, up), atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 3), (7, 5), (2, 3, 5)])
+def test_lora_linear_gradcheck_and_reference(shape, bias):
+    x, a, b = _rand(*shape), _rand(2, shape[-1], seed=1), _rand(4, 2, seed=2)
+    w, c = _rand(4, shape[-1], seed=3).detach(), _rand(4, seed=4).detach() if bias else None
+
+    def ours(x, a, b):
+        return lora_linear(x, lambda dtype: w.to(dtype), c, a, b, 1.7)
+
+    assert torch.autograd.gradcheck(ours, (x, a, b))
+    assert torch.allclose(ours(x, a, b), lora_reference(x, w, c, a, b, 1.7), atol=1e-12)
+
+
+def test_lora_linear_skips_the_input_gradient_when_the_input_needs_none():
+    calls = []
+    w = torch.randn(4, 3)
+
+    def weight(dtype):
+        calls.append(1)
+        return w
+
+    a, b = torch.randn(2, 3, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    lora_linear(torch.randn(5, 3), weight, None, a, b, 1.0).sum().backward()
+    assert len(calls) == 1 and a.grad is not None and b.grad is not None
+
+
+def test_frozen_linear_keeps_nothing_and_passes_the_gradient():
+    w = _rand(4, 3).detach()
+    x = _rand(5, 3, seed=1)
+    assert torch.autograd.gradcheck(lambda x: frozen_linear(x, lambda d: w, None), (x,))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        frozen_linear(x, lambda d: w, None)
+    assert kept == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), groups=st.sampled_from([(2, 2), (4, 2), (6, 2), (3, 1)]),
+       seed=st.integers(0, 99))
+def test_document_attention_equals_the_dense_mask(lengths, groups, seed):
+    heads, kv_heads = groups
+    tokens, bounds = sum(lengths), torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    q, k, v = (_rand(1, h, tokens, 16, dtype=torch.float32, seed=seed + i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+    ours = document_attention(q, k, v, bounds, 0.25)
+    exact = attention_reference(*(t.detach().double().requires_grad_() for t in (q, k, v)), bounds, 0.25)
+    assert ours.shape == (1, tokens, heads, 16)
+    assert (ours.double() - exact.transpose(1, 2)).abs().max() < 1e-5
+    weight = _rand(*ours.shape, seed=seed + 7).detach()
+    grads = torch.autograd.grad((ours * weight.float()).sum(), (q, k, v))
+    doubles = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    loss = (attention_reference(*doubles, bounds, 0.25).transpose(1, 2) * weight).sum()
+    for mine, theirs in zip(grads, torch.autograd.grad(loss, doubles)):
+        assert (mine.double() - theirs).abs().max() < 2e-5 * max(1.0, float(theirs.abs().max()))
+
+
+def test_document_attention_in_float64_takes_the_general_path():
+    q, k, v = _rand(1, 4, 9, 8), _rand(1, 2, 9, 8, seed=1), _rand(1, 2, 9, 8, seed=2)
+    bounds = torch.tensor([0, 4, 9])
+    assert torch.allclose(document_attention(q, k, v, bounds, 0.3), attention_reference(q, k, v, bounds, 0.3).transpose(1, 2))
