@@ -18,12 +18,12 @@ import numpy as np
 from karui.configs.errors import CorruptError, UnsupportedError, nearest
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_GLOBAL = {
+GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_BLOCK = {
+BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -38,11 +38,11 @@ _BLOCK = {
 }
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # gguf.TokenType
 # The regular expressions that split text before BPE, as in llama.cpp (src/llama-vocab.cpp) and the models' own tokenizer.json.
-_SPLIT = {
+SPLIT = {
     "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-_SPLIT["llama-bpe"] = _SPLIT["qwen2"].replace(r"\p{N}|", r"\p{N}{1,3}|")
-_PRE = ("smollm", "gpt-2", "default", *_SPLIT)
+SPLIT["llama-bpe"] = SPLIT["qwen2"].replace(r"\p{N}|", r"\p{N}{1,3}|")
+_PRE = ("smollm", "gpt-2", "default", *SPLIT)
 
 
 def convert(gguf_path: Path, folder: Path) -> None:
@@ -54,6 +54,28 @@ def convert(gguf_path: Path, folder: Path) -> None:
         UnsupportedError: an architecture, tensor, tokenizer or RoPE scaling that is not converted; names it.
         CorruptError: the file is not GGUF or is truncated.
     """
+    reader, meta = open_gguf(gguf_path)
+    kind = meta["general.architecture"]
+    config = model_config(meta, kind, {t.name for t in reader.tensors}, gguf_path.name)
+    tokenizer = build_tokenizer(meta)
+
+    folder.mkdir()
+    _save_weights(reader, config, folder / "model.safetensors")
+    save_tokenizer(*tokenizer, folder)
+    generation = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_tokenizer(tokenizer: Any, settings: dict[str, Any], folder: Path) -> None:
+    """Write what `build_tokenizer` made as tokenizer.json and tokenizer_config.json."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def open_gguf(gguf_path: Path) -> tuple[Any, dict[str, Any]]:
+    """(gguf.GGUFReader, its key-value pairs) of a file whose architecture karui knows; errors as in `convert`."""
     from gguf import GGUFReader
 
     try:
@@ -67,18 +89,12 @@ def convert(gguf_path: Path, folder: Path) -> None:
             f"{gguf_path.name}: GGUF architecture {kind!r} is not converted; supported: {', '.join(ARCHITECTURES)}."
             f"{nearest(str(kind), ARCHITECTURES)}"
         )
-    config = _config(meta, kind, {t.name for t in reader.tensors}, gguf_path.name)
-    tokenizer, settings = build_tokenizer(meta)
-
-    folder.mkdir()
-    _save_weights(reader, config, folder / "model.safetensors")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    generation = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
-    for name, content in (("config.json", config), ("tokenizer_config.json", settings), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return reader, meta
 
 
-def _config(meta: dict[str, Any], kind: str, names: set[str], file: str) -> dict[str, Any]:
+def model_config(meta: dict[str, Any], kind: str, names: set[str], file: str) -> dict[str, Any]:
+    """The Hugging Face config.json of a GGUF: `meta` its key-value pairs, `names` its tensors, `file` what errors call it."""
+
     def get(key: str, default: Any = None) -> Any:
         value = meta.get(f"{kind}.{key}", default)
         if value is None:
@@ -134,14 +150,14 @@ def _save_weights(reader: Any, config: dict[str, Any], path: Path) -> None:
 
 def hf_name(name: str) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; `UnsupportedError` for a tensor that has no place."""
-    if name in _GLOBAL:
-        return _GLOBAL[name]
+    if name in GLOBAL_NAMES:
+        return GLOBAL_NAMES[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _BLOCK:
+    if match is None or match[2] not in BLOCK_NAMES:
         raise UnsupportedError(
             f"GGUF tensor {name!r} belongs to no part of the decoder karui converts; use the model's safetensors."
         )
-    return f"model.layers.{match[1]}.{_BLOCK[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{BLOCK_NAMES[match[2]]}.{match[3]}"
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -167,10 +183,10 @@ def build_tokenizer(meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     except Exception as error:  # tokenizers raises bare Exception
         raise CorruptError(f"the GGUF's vocabulary and merges do not fit together ({error}).") from error
     tokenizer = Tokenizer(bpe)
-    if pre in _SPLIT:
+    if pre in SPLIT:
         from tokenizers import Regex
 
-        split = pre_tokenizers.Split(Regex(_SPLIT[pre]), behavior="isolated")
+        split = pre_tokenizers.Split(Regex(SPLIT[pre]), behavior="isolated")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     else:

@@ -24,7 +24,7 @@ def make_folder(path, kind="llama", tied=True, **overrides):
     """A Hugging Face folder: weights, config, and a tokenizer of 256 bytes."""
     from tests.catalogue.conftest import SPECIAL, TEMPLATE, byte_alphabet
 
-    model = tiny_model(kind, tied)
+    model = tiny_model(kind, tied, **overrides)
     model.save_pretrained(path)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

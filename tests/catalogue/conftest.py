@@ -75,7 +75,7 @@ def write_gguf(path, model, architecture="llama", pre="smollm", extra=()):
     return path
 
 
-def tiny_model(kind="llama", tied=True):
+def tiny_model(kind="llama", tied=True, **overrides):
     import transformers
 
     torch.manual_seed(0)
@@ -83,7 +83,9 @@ def tiny_model(kind="llama", tied=True):
         vocab_size=len(SPECIAL) + 256 + 6, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, rope_theta=10000.0, rms_norm_eps=1e-5,
     )  # fmt: skip
-    classes = {"llama": ("LlamaConfig", "LlamaForCausalLM"), "qwen2": ("Qwen2Config", "Qwen2ForCausalLM")}
+    shape |= overrides
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+    classes = {k: (f"{n}Config", f"{n}ForCausalLM") for k, n in names.items()}
     config_class, model_class = (getattr(transformers, n) for n in classes[kind])
     model = model_class(config_class(**shape))
     with torch.no_grad():

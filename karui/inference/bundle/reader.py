@@ -295,6 +295,10 @@ def open_model(path: str | Path, *, verify: Verify = "quick") -> Opened:
         return read(folder, verify=verify)
     if (folder / MANIFEST_NAME).is_file():
         Manifest.read(folder)  # says what is wrong with it
+    if folder.is_file() and folder.suffix == ".gguf":
+        from karui.inference.bundle import gguf
+
+        return gguf.read(folder)
     if _quant_method(folder) == "compressed-tensors":
         from karui.inference.bundle import compressed_tensors
 
