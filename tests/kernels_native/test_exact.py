@@ -1,0 +1,95 @@
+"""Behavioural: bits do not depend on batch, chunking, threads, neighbours, block layout or speculation, on any instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from karui.configs.quantspec import QuantSpec
+from karui.inference.models.native import NativeRunner
+from karui.kernels.native import available, isas
+from karui.kernels.quantize import quantize
+from tests.inference.conftest import tiny
+from tests.inference.test_decoder import batch_of
+
+pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler")
+SETTINGS = [(isa, spec, bits, kv) for isa in isas() for spec, bits, kv in (
+    ("w4g16", 8, "int8"), ("w8", 8, "float16"), ("w1.58a8", 8, "float32"), ("w4g16a", 16, "float16"))]
+
+
+def make(isa, spec, bits, kv, threads=2, kind="llama", **changes):
+    _, config, weights = tiny(kind, max_position_embeddings=512, **changes)
+    weights = {name: quantize(w, QuantSpec.parse(spec)) if w.dim() == 2 else w for name, w in weights.items()}
+    runner = NativeRunner(config, weights, threads=threads, activation_bits=bits, isa=isa)
+    runner.allocate(80, 16, kv)
+    return runner
+
+
+def run(runner, ids, cuts, blocks):
+    cuts = [0, *cuts, len(ids)]
+    return torch.cat([runner.forward(batch_of((ids[a:b], a, blocks), block_size=16)).logits for a, b in zip(cuts, cuts[1:])])
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_chunking_threads_and_layout(setting):
+    ids = torch.randint(0, 199, (230,)).tolist()
+    blocks = torch.randperm(79)[:15].tolist()
+    whole = run(make(*setting), ids, [], list(range(15)))
+    assert torch.equal(run(make(*setting), ids, [1, 2, 65, 66, 129, 200], blocks), whole)
+    assert torch.equal(run(make(*setting, threads=1), ids, [64, 190, *range(200, 230)], blocks), whole)
+    assert torch.equal(run(make(*setting, threads=3), ids, [17, *range(218, 230)], blocks), whole)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_batched_equals_alone_and_a_warm_prefix_a_cold_one(setting):
+    runner = make(*setting)
+    prompts = [torch.randint(0, 199, (n,)).tolist() for n in (100, 31, 1, 64, 7)]
+    places = [list(range(8 * i, 8 * i + 8)) for i in range(5)]
+    alone = [run(runner, p, [], place) for p, place in zip(prompts, places)]
+    step = batch_of(*((p[past:], past, place) for p, place, past in zip(prompts, places, (99, 16, 0, 48, 0))), block_size=16)
+    got = runner.forward(step).logits
+    assert torch.equal(got, torch.cat([a[past:] for a, past in zip(alone, (99, 16, 0, 48, 0))]))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_sliding_windows(setting):
+    ids = torch.randint(0, 199, (200,)).tolist()
+    runner = make(*setting, kind="mistral", sliding_window=70)
+    whole = run(runner, ids, [], list(range(13)))
+    assert torch.equal(run(runner, ids, [1, 100, *range(190, 200)], list(range(20, 33))), whole)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("past", (20, 62, 126, 130))
+def test_a_tree_path_has_the_bits_of_plain_decoding(setting, past):
+    """Also where the tree's own rows straddle a chunk of 64 keys; then the accepted path is compacted and decoding goes on."""
+    runner = make(*setting)
+    ids, blocks = torch.randint(0, 199, (past,)).tolist(), list(range(12))
+    parents = [-1, -1, 0, 1, 1, 2, 4]
+    draft = torch.randint(0, 199, (7,)).tolist()
+    mask = torch.eye(7, dtype=torch.bool)
+    for i, p in enumerate(parents):
+        if p >= 0:
+            mask[i] |= mask[p]
+    run(runner, ids, [], blocks)
+    step = batch_of((draft, past, blocks), block_size=16)
+    step.positions = (past - 1 + mask.sum(1)).to(torch.int32)
+    step.tree_masks = [mask]
+    tree = runner.forward(step).logits
+    path = [1, 4, 6]
+    taken = [draft[i] for i in path]
+    runner.copy_slots(torch.tensor([past + i for i in path]), torch.tensor([past, past + 1, past + 2]))
+    after = runner.forward(batch_of(([9], past + 3, blocks), block_size=16)).logits
+    plain = run(make(*setting), ids + taken + [9], [past, past + 1, past + 2, past + 3], blocks)
+    assert torch.equal(tree[path], plain[past:past + 3])
+    assert torch.equal(after, plain[past + 3:])
+
+
+def test_copied_slots_continue_like_the_original():
+    runner = make(isas()[0], "w4g16", 8, "int8")
+    ids = torch.randint(0, 199, (40,)).tolist()
+    whole = run(runner, ids, [], [0, 1, 2])
+    source = torch.tensor([b * 16 + i for b in (0, 1, 2) for i in range(16)][:39])
+    target = torch.tensor([b * 16 + i for b in (9, 4, 7) for i in range(16)][:39])
+    runner.copy_slots(source, target)
+    assert torch.equal(runner.forward(batch_of((ids[39:], 39, [9, 4, 7]), block_size=16)).logits, whole[39:])

@@ -1,0 +1,51 @@
+"""Unit: argmax and top-k against torch, the build cache, the choice of instruction set, torch's thread count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from karui.configs.errors import KaruiError
+from karui.kernels.native import argmax, available, chosen_isa, isas, quiet_torch, top_k
+from karui.kernels.native import build as build_module
+
+needs_compiler = pytest.mark.skipif(not available(), reason="no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("n", (1, 7, 64, 1001))
+def test_argmax_and_top_k(n):
+    torch.manual_seed(0)
+    x = (torch.randn(5, n) * 8).round() / 8  # many ties: the lower index must win
+    assert torch.equal(argmax(x).long(), torch.stack([(row == row.max()).nonzero()[0, 0] for row in x]))
+    for k in (1, 5, 50):
+        values, indices = top_k(x, k)
+        order = torch.sort(x, descending=True, stable=True)
+        assert torch.equal(values, order.values[:, :k]) and torch.equal(indices.long(), order.indices[:, :k])
+
+
+def test_isa_is_forced_or_refused(monkeypatch):
+    assert isas()[-1] == "generic"
+    monkeypatch.setenv("KARUI_ISA", "generic")
+    assert chosen_isa() == "generic"
+    monkeypatch.setenv("KARUI_ISA", "mmx")
+    with pytest.raises(KaruiError, match="mmx.*generic"):
+        chosen_isa()
+
+
+def test_no_compiler_and_a_failing_one_are_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("KARUI_CACHE", str(tmp_path))
+    monkeypatch.setattr(build_module, "compiler", lambda: None)
+    with pytest.raises(KaruiError, match="no C\\+\\+ compiler"):
+        build_module.build("generic")
+    monkeypatch.setattr(build_module, "compiler", lambda: "false")
+    with pytest.raises(KaruiError, match="could not compile"):
+        build_module.build("generic")
+    assert not list(tmp_path.rglob("*.so")) and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_quiet_torch_restores():
+    before = torch.get_num_threads()
+    with quiet_torch():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
