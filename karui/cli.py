@@ -144,7 +144,103 @@ def evaluate(
     """Perplexity, held-out loss, size on disk, tokens/s and memory of one or more models, in one table."""
     from karui.trainers.compare import compare
 
-    _write_json(as_json, compare(models, text=text, windows=windows, data=data, speed=speed, runner=runner))
+    reports = compare(models, text=text, windows=windows, data=data, speed=speed, runner=runner)
+    _write_json(as_json, [report.to_dict() for report in reports])
+
+
+@app.command()
+def quantize(
+    model: Annotated[str | None, typer.Argument(help="A model folder or a catalogue name.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where the bundle goes; must not exist.")] = None,
+    method: Annotated[str, typer.Option(help="See --list.")] = "gptq",
+    spec: Annotated[str, typer.Option(help="Grid of the block linears, e.g. w4g64.")] = "w4g64",
+    embedding: Annotated[str, typer.Option(help="Grid of the embedding and the output head.")] = "w8",
+    calibration: Annotated[Path | None, typer.Option(help="Text file to calibrate on.")] = None,
+    samples: Annotated[int, typer.Option(help="Calibration samples.")] = 64,
+    length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = 512,
+    work: Annotated[Path | None, typer.Option(help="Folder for finished blocks: a killed run goes on from it.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the methods with paper and cost.")] = False,
+) -> None:
+    """Quantize a model without training it, and write a bundle that passed the parity gate."""
+    if listing or model is None:
+        from karui.qat.methods import METHODS
+
+        _table(
+            ["method", "paper", "cost", "needs data"],
+            [[m.name, m.paper, m.cost, "yes" if m.calibrates else "no"] for m in METHODS.values()],
+        )
+        return
+    if output is None:
+        raise typer.BadParameter("say where the bundle goes, e.g. -o model-w4", param_hint="--output")
+    from karui.trainers.quantize import quantize_to_bundle
+
+    quantize_to_bundle(
+        model,
+        output,
+        method=method,
+        spec=spec,
+        embedding=embedding,
+        calibration=calibration,
+        samples=samples,
+        length=length,
+        work=work,
+    )
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="A bundle, a model folder, or a catalogue name.")],
+    speculate: Annotated[str, typer.Option(help="Speculation to compare with plain decoding; none: plain only.")] = "ngram:5",
+    concurrency: Annotated[str, typer.Option(help="Requests at once, separated by commas.")] = "1,4,16",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 64,
+    text: Annotated[Path | None, typer.Option(help="Text to cut prompts from.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG plot here.")] = None,
+    runner: Runner = "auto",
+    as_json: Json = None,
+) -> None:
+    """Latency and throughput against this machine's measured limits, with advice on what would move them."""
+    from rich.console import Console
+
+    from karui.configs.errors import KaruiError
+    from karui.inference.evaluate import bench as measure
+
+    try:
+        levels = [int(part) for part in concurrency.split(",")]
+    except ValueError:
+        raise KaruiError(f"--concurrency {concurrency!r}: expected counts separated by commas, e.g. 1,4,16.") from None
+    result = measure.run_bench(
+        model,
+        speculate=None if speculate == "none" else speculate,
+        concurrencies=levels,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        text=text,
+        runner=runner,
+    )
+    console = Console(highlight=False)
+    console.print(measure.table(result))
+    for line in result.advice:
+        console.print(f"  {line}")
+    if plot is not None:
+        measure.plot(result, plot)
+    if as_json is not None:
+        measure.write_json(result, as_json)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A bundle, a model folder, or a catalogue name.")],
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to bind.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name clients ask for; default: the folder's.")] = None,
+    speculate: Annotated[str | None, typer.Option(help="Lossless speculation, e.g. ngram:5.")] = None,
+    runner: Runner = "auto",
+) -> None:
+    """Serve a model over an OpenAI-compatible HTTP interface, with a chat page at /."""
+    from karui.inference.server.run import serve_model
+
+    serve_model(model, name=name, host=host, port=port, speculation=speculate, runner=runner)
 
 
 @app.command()
@@ -174,8 +270,13 @@ def _write_json(path: Path | None, value: Any) -> None:
 
 def main() -> None:
     """Console entry: a user's mistake prints its message and exits with 2, without a traceback."""
+    import logging
+    import warnings
+
     from karui.configs.errors import KaruiError
 
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries below, about one another
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app()
     except KaruiError as error:

@@ -8,13 +8,16 @@ exactness for speed; how far they move the logprobs is measured and stored besid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from karui.configs.errors import KaruiError
 from karui.configs.manifest import Manifest
 from karui.configs.quantspec import QuantSpec
+
+if TYPE_CHECKING:
+    import torch
 
 BOUND = 2e-3
 """Largest difference of a token's logprob (natural log) that fp32 rounding may cause."""
@@ -28,8 +31,12 @@ PROBE = (
 )
 
 
-def make_gate(source: Path, *, adapter: Path | None, base_spec: QuantSpec | None) -> Callable[[Path], dict[str, Any]]:
-    """A `Parity` for `karui.inference.bundle.export.export_model`, over the same source, adapter and base grid.
+def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any]) -> Callable[[Path], dict[str, Any]]:
+    """A `Parity` for the bundle writer.
+
+    Args:
+        tokenizer_dir: the model's folder.
+        prepared: builds the prepared model, given the bundle's manifest: `merged_model` or `quantized_model` below.
 
     Returns figures {"max_abs_dlogprob", "bound", "tokens", "native_mean_abs_dlogprob", ...}.
     The gate raises `KaruiError` when the bound is not met.
@@ -38,9 +45,9 @@ def make_gate(source: Path, *, adapter: Path | None, base_spec: QuantSpec | None
     def gate(bundle: Path) -> dict[str, Any]:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
         ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
-        wanted = prepared_logprobs(source, Manifest.read(bundle), ids, adapter=adapter, base_spec=base_spec)
+        wanted = model_logprobs(prepared(Manifest.read(bundle)), ids)
         exact = engine_logprobs(bundle, ids, runner="torch")
         figures: dict[str, Any] = {"max_abs_dlogprob": _largest(wanted, exact), "bound": BOUND, "tokens": len(wanted)}
         if not figures["max_abs_dlogprob"] <= BOUND:
@@ -61,16 +68,16 @@ def make_gate(source: Path, *, adapter: Path | None, base_spec: QuantSpec | None
     return gate
 
 
-def prepared_logprobs(
-    source: Path, manifest: Manifest, ids: Sequence[int], *, adapter: Path | None, base_spec: QuantSpec | None
-) -> list[float]:
-    """Logprobs of ids[1:] under transformers' model with merged, fake-quantized fp32 weights."""
+def merged_model(source: Path, manifest: Manifest, *, adapter: Path | None, base_spec: QuantSpec | None) -> Any:
+    """Transformers' fp32 model of `source`, its adapter merged and its weights on the manifest's grids, dequantized."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     from karui.inference.bundle.merge import load_adapter
     from karui.kernels.quantize import quantize
 
+    transformers_logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="eager"
     ).eval()
@@ -86,6 +93,28 @@ def prepared_logprobs(
             if record is not None and record.spec != "none":
                 w = quantize(w, QuantSpec.parse(record.spec), name=name).dequantize()
             parameter.data.copy_(w)
+    return model
+
+
+def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor]) -> Any:
+    """Transformers' fp32 model of a parsed config.json with the given weights; every parameter must be among them or tied."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    ).eval()
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(dense[name])
+    return model
+
+
+def model_logprobs(model: Any, ids: Sequence[int]) -> list[float]:
+    """Logprobs of ids[1:] under a transformers model."""
+    import torch
+
+    with torch.inference_mode():
         logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, :-1].float()
     return (-torch.nn.functional.cross_entropy(logits, torch.tensor(list(ids[1:])), reduction="none")).tolist()
 

@@ -82,7 +82,7 @@ def export_run(
 
     from karui.catalogue import resolve
     from karui.inference.bundle.export import export_model
-    from karui.trainers.parity import make_gate
+    from karui.trainers.parity import make_gate, merged_model
 
     folder = Path(run)
     if not (folder / "recipe.json").is_file():
@@ -109,7 +109,7 @@ def export_run(
         embedding_spec=str(embedding),
         recipe=recipe.dump(),
         provenance={"notes": {"run": folder.name}},
-        parity=make_gate(source, adapter=adapter, base_spec=base),
+        parity=make_gate(source, lambda manifest: merged_model(source, manifest, adapter=adapter, base_spec=base)),
     )
     for row in report.summary():
         console.print(
