@@ -1,0 +1,323 @@
+"""End to end on a tiny model: a run's files, exact resume, interruption, bad checkpoints, skipped steps, tracking."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from karui.configs.errors import CorruptError, KaruiError
+from karui.trainers import checkpoint as ckpt
+from karui.trainers.loop import read_log
+from karui.trainers.run import run_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def weights(folder):
+    return (folder / "final" / "adapter_model.safetensors").read_bytes()
+
+
+def steps_of(folder):
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in read_log(folder) if "loss" in r]
+
+
+def spawn(recipe, *arguments):
+    path = recipe.output.parent / "recipe.json"
+    path.write_text(json.dumps(recipe.dump()))
+    code = ("import sys, json; from karui.configs.recipe import Recipe; from karui.trainers.run import run_recipe; "
+            "r = run_recipe(Recipe.build(json.load(open(sys.argv[1]))), resume=len(sys.argv) > 2); sys.exit(130 if r.interrupted else 0)")
+    return subprocess.Popen([sys.executable, "-c", code, str(path), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def wait_for_step(folder, step, process):
+    end = time.monotonic() + 60
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if sum('"loss"' in line and line.endswith("\n") for line in (folder / "log.jsonl").open()) >= step:
+                return
+        except FileNotFoundError:
+            pass
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached: {process.stdout.read() if process.poll() is not None else 'timeout'}")
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_a_run_learns_and_leaves_its_files(make_recipe, method):
+    recipe = make_recipe(prepare=[] if method == "full" else [{"method": method, "rank": 4, "alpha": 8}],
+                         optim={"lr": 5e-3, "batch": 4, "steps": 12, "micro_tokens": 128}, run={"checkpoint_every": 5, "keep": 2})
+    result = run_recipe(recipe)
+    assert result.metrics["eval_loss"] < result.metrics["eval_loss_before"] - 0.1
+    assert [p.name for p in ckpt.list_checkpoints(result.folder)] == ["checkpoint-000010", "checkpoint-000012"]
+    assert json.loads((result.folder / "recipe.json").read_text()) == json.loads(json.dumps(recipe.dump()))
+    assert len(steps_of(result.folder)) == 12
+    names = {p.name for p in result.final.iterdir()}
+    expected = {"model.safetensors", "config.json", "tokenizer.json"} if method == "full" else {
+        "adapter_model.safetensors", "adapter_config.json", "karui_adapter.json"}
+    assert expected <= names
+    assert not list(result.folder.glob(".*tmp*"))
+
+
+def test_recompute_and_lean_operations_change_nothing(make_recipe, tmp_path):
+    plain = run_recipe(make_recipe())
+    again = run_recipe(make_recipe(run={"recompute": "full", "output": str(tmp_path / "again"), "seed": 3, "threads": 1}))
+    for a, b in zip(steps_of(plain.folder), steps_of(again.folder)):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_killed_at_a_random_step_and_resumed_is_bit_identical(make_recipe, tmp_path, seed):
+    """SIGKILL in the middle of training, with dropout and evaluation on; adapter bytes and every logged step must agree."""
+    prepare = [{"method": "qlora" if seed else "lora", "rank": 4, "alpha": 8, "dropout": 0.1}]
+    run = {"seed": seed, "threads": 1, "checkpoint_every": 2, "eval_every": 3}
+    optim = {"lr": 3e-3, "batch": 4, "steps": 14, "micro_tokens": 128, "weight_decay": 0.1}
+    straight = run_recipe(make_recipe(prepare=prepare, optim=optim, run={**run, "output": str(tmp_path / "straight")}))
+    recipe = make_recipe(prepare=prepare, optim=optim, run={**run, "output": str(tmp_path / "killed")})
+    process = spawn(recipe)
+    wait_for_step(recipe.output, 3 + seed * 3, process)
+    process.kill()
+    process.communicate()
+    assert not (recipe.output / "final").exists()
+    resumed = run_recipe(recipe, resume=True)
+    assert weights(straight.folder) == weights(resumed.folder)
+    assert steps_of(straight.folder) == steps_of(resumed.folder)
+
+
+def test_full_training_resumes_bit_identically(make_recipe, tmp_path):
+    optim = {"lr": 3e-3, "batch": 4, "steps": 6, "micro_tokens": 128}
+    run = {"seed": 1, "threads": 1, "checkpoint_every": 3, "keep": 9}
+    straight = run_recipe(make_recipe(prepare=[], optim=optim, run={**run, "output": str(tmp_path / "a")}))
+    recipe = make_recipe(prepare=[], optim=optim, run={**run, "output": str(tmp_path / "b")})
+    resumed = run_recipe(recipe, resume=straight.folder / "checkpoint-000003")
+    a, b = (load_file(r.final / "model.safetensors") for r in (straight, resumed))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_checkpoint_and_says_how_to_go_on(make_recipe, number):
+    recipe = make_recipe(optim={"lr": 1e-3, "batch": 4, "steps": 4000, "micro_tokens": 128, "schedule": "constant"})
+    process = spawn(recipe)
+    wait_for_step(recipe.output, 2, process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert "--resume" in out and number.name in out
+    (last,) = ckpt.list_checkpoints(recipe.output)
+    assert json.loads((last / "state.json").read_text())["step"] == len(steps_of(recipe.output))
+
+
+@pytest.fixture
+def finished(make_recipe):
+    recipe = make_recipe(run={"checkpoint_every": 2})
+    return recipe, run_recipe(recipe).folder
+
+
+def test_truncated_checkpoints_are_refused(finished):
+    recipe, folder = finished
+    last = ckpt.list_checkpoints(folder)[-1]
+    for name in ("optimizer.safetensors", "adapter_model.safetensors", "state.json"):
+        path = last / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(CorruptError, match=name.replace(".", r"\.")):
+            run_recipe(recipe, resume=True)
+        path.unlink()
+        with pytest.raises(KaruiError, match="missing|not a checkpoint|incomplete|newest|holds no|is not"):
+            run_recipe(recipe, resume=last)
+        path.write_bytes(whole)
+
+
+def test_a_newer_format_is_refused(finished):
+    recipe, folder = finished
+    path = ckpt.list_checkpoints(folder)[-1] / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(CorruptError, match="99"):
+        run_recipe(recipe, resume=True)
+
+
+def test_a_state_that_names_files_elsewhere_is_refused(finished):
+    recipe, folder = finished
+    path = ckpt.list_checkpoints(folder)[-1] / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "files": {**state["files"], "../../recipe.json": "0"}}))
+    with pytest.raises(CorruptError, match="outside"):
+        run_recipe(recipe, resume=True)
+
+
+def test_a_foreign_checkpoint_is_refused_by_what_differs(finished, make_recipe, rows_file, tmp_path):
+    _, folder = finished
+    with pytest.raises(KaruiError, match=r"optim\.lr"):
+        run_recipe(make_recipe(optim={"lr": 7e-3}), resume=folder)
+    text = rows_file.read_text()
+    rows_file.write_text(text.replace("what is", "tell me"))
+    try:
+        with pytest.raises(KaruiError, match="other data"):
+            run_recipe(finished[0], resume=folder)
+    finally:
+        rows_file.write_text(text)
+
+
+def test_nothing_to_resume(make_recipe):
+    with pytest.raises(KaruiError, match="holds no checkpoint"):
+        run_recipe(make_recipe(), resume=True)
+
+
+def test_an_earlier_run_is_moved_aside_not_overwritten(finished):
+    recipe, folder = finished
+    before = weights(folder)
+    run_recipe(recipe)
+    assert (folder.with_name("run.old1") / "final" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_a_full_disk_while_saving_keeps_the_old_checkpoint(tmp_path):
+    def write(step, weights):
+        return ckpt.write_checkpoint(tmp_path, step, {}, {"step/w": torch.tensor(1.0)}, weights, keep=2)
+
+    write(1, lambda p: save_file({"w": torch.ones(3)}, str(p / "w.safetensors")))
+
+    def full(folder):
+        (folder / "half").write_bytes(b"x")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(KaruiError, match="checkpoint-000001 is whole"):
+        write(2, full)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-000001"]
+    ckpt.read_checkpoint(tmp_path / "checkpoint-000001")
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_five_in_a_row_stop_the_run(make_recipe, monkeypatch):
+    from karui.trainers import model
+
+    original, calls = model.LossSum.forward, []
+
+    def poisoned(bad):
+        def forward(self, *args):
+            out = original(self, *args)
+            if self.training:
+                calls.append(1)
+                return out * float("nan") if len(calls) in bad else out
+            return out
+        return forward
+
+    monkeypatch.setattr(model.LossSum, "forward", poisoned({2}))
+    recipe = make_recipe(optim={"batch": 1, "steps": 4, "micro_tokens": 128})
+    result = run_recipe(recipe)
+    assert result.metrics["skipped_steps"] == 1
+    log = [r for r in read_log(result.folder) if "grad_norm" in r]
+    assert [r["skipped"] for r in log] == [False, True, False, False]
+    adapter = load_file(result.final / "adapter_model.safetensors")
+    assert all(torch.isfinite(v).all() for v in adapter.values())
+    calls.clear()
+    monkeypatch.setattr(model.LossSum, "forward", poisoned(set(range(2, 99))))
+    with pytest.raises(KaruiError, match="5 steps in a row"):
+        run_recipe(make_recipe(optim={"batch": 1, "steps": 20, "micro_tokens": 128}))
+
+
+def test_two_processes_train_the_same_and_their_checkpoint_resumes_with_one(make_recipe, tmp_path):
+    from tests.trainers.test_invariance import launch
+
+    optim = {"lr": 3e-3, "batch": 5, "steps": 6, "micro_tokens": 128}
+    prepare = [{"method": "qlora", "rank": 4, "alpha": 8}]
+    one = run_recipe(make_recipe(prepare=prepare, optim=optim, run={"output": str(tmp_path / "one"), "seed": 3, "threads": 1}))
+    recipe = make_recipe(prepare=prepare, optim=optim, run={"output": str(tmp_path / "two"), "seed": 3, "threads": 1,
+                                                            "checkpoint_every": 3, "keep": 9})
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.dump()))
+    script = tmp_path / "train.py"
+    script.write_text("import sys, json\nfrom karui.configs.recipe import Recipe\nfrom karui.trainers.run import run_recipe\n"
+                      "run_recipe(Recipe.build(json.load(open(sys.argv[1]))))\n")
+    done = launch(script, tmp_path / "recipe.json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for a, b in zip(steps_of(one.folder), steps_of(recipe.output), strict=True):
+        assert a == pytest.approx(b, rel=2e-4)
+    resumed = run_recipe(recipe, resume=recipe.output / "checkpoint-000003")
+    for a, b in zip(steps_of(one.folder), steps_of(resumed.folder), strict=True):
+        assert a == pytest.approx(b, rel=2e-4)
+
+
+def test_wandb_offline_files_hold_config_and_every_step(make_recipe, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    recipe = make_recipe(track={"to": "wandb", "name": "offline-test"})
+    result = run_recipe(recipe)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (path,) = result.folder.rglob("*.wandb")
+    rows, config = read_wandb(path)
+    train = [r for r in rows if "train/loss" in r]
+    assert [r["train/loss"] for r in train] == pytest.approx([loss for _, loss, _, _ in steps_of(result.folder)])
+    assert {"train/grad_norm", "train/lr", "train/tokens_per_s", "train/memory_bytes"} <= train[0].keys()
+    assert sum("eval/loss" in r for r in rows) >= 1
+    assert config["optim"]["lr"] == recipe.optim.lr
+
+
+def read_wandb(path):
+    """History rows and config out of wandb's own offline format."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(path))
+    rows, config = [], {}
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+        for item in {"run": record.run.config.update, "config": record.config.update}.get(kind, []):
+            config[item.key or item.nested_key[0]] = json.loads(item.value_json)
+    return rows, config
+
+
+def test_wandb_failing_does_not_stop_training(make_recipe, monkeypatch):
+    import wandb
+
+    def broken(*args, **kwargs):
+        raise wandb.errors.CommError("no route")
+
+    monkeypatch.setattr(wandb, "init", broken)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    result = run_recipe(make_recipe(track={"to": "wandb"}))
+    assert result.metrics["steps"] == 6 and result.final.is_dir()
+
+
+def test_tensorboard_files_hold_every_step(make_recipe):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = run_recipe(make_recipe(track={"to": "tensorboard"}))
+    (event,) = [p for p in result.folder.rglob("events.out*") if p.stat().st_size > 500]
+    events = EventAccumulator(str(event.parent))
+    events.Reload()
+    assert [s.value for s in events.Scalars("train/loss")] == pytest.approx([x[1] for x in steps_of(result.folder)], rel=1e-6)
+
+
+def test_dry_run_trains_nothing(make_recipe, capsys):
+    recipe = make_recipe()
+    assert run_recipe(recipe, dry_run=True).final is None
+    assert not recipe.output.exists()
+    assert "tokens" in capsys.readouterr().out
+
+
+def test_two_adapter_steps_are_refused(make_recipe):
+    step = {"method": "lora", "rank": 4}
+    with pytest.raises(KaruiError, match="one adapter|adapter steps"):
+        run_recipe(make_recipe(prepare=[step, step]))
+
+
+@pytest.mark.slow
+def test_the_real_model_learns(tmp_path, monkeypatch):
+    from karui.configs.recipe import Recipe
+
+    recipe = Recipe.load("qlora", [f"run.output={tmp_path / 'run'}", "optim.steps=4", "optim.batch=4", "data.eval=null",
+                                   "data.holdout=8", "optim.micro_tokens=1024", "track.to=none", "export=[]"])
+    metrics = run_recipe(recipe).metrics
+    assert metrics["eval_loss"] < metrics["eval_loss_before"] - 0.05
