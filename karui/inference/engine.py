@@ -236,8 +236,8 @@ class Engine:
     def update_weights(self, weights: Weights, version: int | str | None = None) -> int | str:
         """Swap the weights between two steps; returns the new version (None: the old one + 1).
 
-        The torch runner keeps tensors that are not named, the native one wants them all. What was computed with the old weights is
-        forgotten: running sequences keep their tokens and compute their keys anew, and the prefix cache does not match across
+        The torch runner keeps tensors that are not named, the native one wants them all. What was computed with the old weights
+        is forgotten: running sequences keep their tokens and compute their keys anew, and the prefix cache does not match across
         versions.
         """
         if not hasattr(self.runner, "load_weights"):
