@@ -35,7 +35,8 @@ def main() -> None:
     args = parser.parse_args()
     steps = args.steps or (4 if args.quick else 12)
     if args.worker:
-        return worker(args.worker, steps, args.micro_tokens)
+        worker(args.worker, steps, args.micro_tokens)
+        return
     if not args.data.is_file():
         sys.exit(f"{args.data} is missing; give GSM8K's training rows with --data.")
     from karui.catalogue import resolve

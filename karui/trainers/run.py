@@ -1,7 +1,8 @@
 """From a recipe to a trained adapter or model. The same under `accelerate launch`, `torchrun` and alone.
 
     python -m karui.trainers.run RECIPE [--set key=value] [--resume] [--dry-run]
-    accelerate launch --cpu --num_processes 2 -m karui.trainers.run RECIPE
+    accelerate launch --multi_gpu --num_processes 8 -m karui.trainers.run RECIPE
+    torchrun --nproc_per_node 2 -m karui.trainers.run RECIPE       several processes on a CPU (accelerate launch --cpu starts one)
 
 The run folder:
     recipe.json     the recipe as it was run
@@ -79,12 +80,15 @@ def run_recipe(
 
     folder = recipe.output
     accelerator = Accelerator(
-        mixed_precision=recipe.run.precision, log_with=tracking.tracker_names(recipe) or None, project_dir=str(folder)
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=recipe.run.precision,
+        log_with=tracking.tracker_names(recipe) or None,
+        project_dir=str(folder),
     )
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise UnsupportedError(
             f"distributed mode {accelerator.distributed_type.value} is not supported; launch with DDP: "
-            f"accelerate launch --num_processes N (add --cpu without GPUs) -m karui.trainers.run RECIPE."
+            f"accelerate launch --multi_gpu --num_processes N, or torchrun --nproc_per_node N, -m karui.trainers.run RECIPE."
         )
     _set_threads(recipe, accelerator)
     main = accelerator.is_main_process
@@ -139,24 +143,23 @@ def run_recipe(
     progress = make_progress(total, done=state.step, show=main, log_every=recipe.run.log_every)
     loop = Loop(recipe=recipe, accelerator=accelerator, module=module, optimizer=optimizer, samples=setup.samples,
                 held_out=setup.held_out, total=total, folder=folder, progress=progress, tracker=tracker, save=save, state=state)
-    with progress:
-        progress.note(f"run {folder}  {setup.describe()}  {where}")
-        if start is not None:
-            progress.note(f"resumed from {start} at step {state.step} of {total}")
-        try:
+    try:
+        with progress:
+            progress.note(f"run {folder}  {setup.describe()}  {where}")
+            if start is not None:
+                progress.note(f"resumed from {start} at step {state.step} of {total}")
             metrics = loop.run()
-        finally:
-            tracker.finish()
-    metrics["peak_memory_bytes"] = peak_memory_bytes()
-    if loop.interrupted:
-        if main:
+        metrics["peak_memory_bytes"] = peak_memory_bytes()
+        if loop.interrupted:
             progress.note(f"stopped by {loop.interrupted} after step {state.step} of {total}, checkpoint written; "
                           f"to go on: the same command with --resume")
-        return RunResult(folder=folder, final=None, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted)
-    if main:
-        _finish(setup, folder, metrics)
-    accelerator.wait_for_everyone()
-    return RunResult(folder=folder, final=folder / "final", is_adapter=setup.is_adapter, metrics=metrics)
+        elif main:
+            _finish(setup, folder, metrics)
+        accelerator.wait_for_everyone()
+    finally:
+        tracker.finish()  # also ends the process group, so after the last barrier
+    final = None if loop.interrupted else folder / "final"
+    return RunResult(folder=folder, final=final, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted)
 
 
 @dataclass(kw_only=True)

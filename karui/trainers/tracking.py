@@ -49,31 +49,31 @@ def start(accelerator: Accelerator, recipe: Recipe, folder: Path) -> str:
     reason = ""
     if "WANDB_MODE" not in os.environ and not _logged_in():
         os.environ["WANDB_MODE"], reason = "offline", " (no login)"
-    try:
-        _init_wandb(accelerator, recipe)
-    except Exception as error:  # whatever its cause: training goes on
-        if os.environ.get("WANDB_MODE") == "offline":
-            logger.warning("W&B cannot be used (%s); metrics go to the run folder only", error)
-            accelerator.trackers = []
-            return "metrics: the run folder only (W&B failed)"
+    if (error := _init_wandb(accelerator, recipe)) and os.environ.get("WANDB_MODE") != "offline":
         logger.warning("W&B cannot be reached (%s); recording offline, send it later with wandb sync", error)
         os.environ["WANDB_MODE"], reason = "offline", " (not reachable)"
-        _init_wandb(accelerator, recipe)
+        error = _init_wandb(accelerator, recipe)
+    if error:
+        logger.warning("W&B cannot be used (%s); metrics go to the run folder only", error)
+        accelerator.trackers = []
+        return "metrics: the run folder only (W&B failed)"
     mode = os.environ.get("WANDB_MODE", "online")
     where = f", {folder / 'wandb'}; wandb sync sends it" if mode == "offline" else ""
     return f"metrics: W&B {mode}{reason}{where}"
 
 
-def _init_wandb(accelerator: Accelerator, recipe: Recipe) -> None:
-    import wandb
-
+def _init_wandb(accelerator: Accelerator, recipe: Recipe) -> Exception | None:
+    """Start W&B; what went wrong, whatever it was: training goes on without it."""
     track = recipe.track
-    accelerator.init_trackers(
-        track.project,
-        config=recipe.dump(),
-        init_kwargs={"wandb": {"name": track.name or recipe.name, "tags": list(track.tags),
-                               "settings": wandb.Settings(init_timeout=30, console="off")}},
-    )
+    try:
+        import wandb
+
+        options = {"name": track.name or recipe.name, "tags": list(track.tags),
+                   "settings": wandb.Settings(init_timeout=30, console="off")}
+        accelerator.init_trackers(track.project, config=recipe.dump(), init_kwargs={"wandb": options})
+    except Exception as error:
+        return error
+    return None
 
 
 def _logged_in() -> bool:
