@@ -117,8 +117,8 @@ def bench(engines: Mapping[str, Generates], load: Load, tokens: Sequence[int], *
 
 PASSAGE = """The harbour town wakes before the sun. Fishermen carry nets down the stone steps, bakers open their shutters, and the
 first ferry sounds its horn at the end of the pier. By eight the market is full: oranges from the south, cheese from the hills,
-blue crabs in wet baskets. An old woman sells almanacs and weather; she has been wrong only twice, she says, and both times the sea
-apologised. Children run between the stalls with chalk on their hands. At noon everything stops. The shutters close, the dogs
+blue crabs in wet baskets. An old woman sells almanacs and weather; she has been wrong only twice, she says, and both times the
+sea apologised. Children run between the stalls with chalk on their hands. At noon everything stops. The shutters close, the dogs
 lie down in the shade of the customs house, and for two hours nobody buys or sells anything at all. Then a bell rings, the nets
 come up heavy, and the whole town argues about the price of fish until the lamps are lit along the quay.
 """
