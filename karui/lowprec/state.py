@@ -56,6 +56,10 @@ class LowPrecisionState(nn.Module):
         self.register_buffer("identity", _as_bytes(precision.identity()).to(device))
         self.formats = precision.at(0)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` itself: in an `nn.Sequential` the state is one of the modules that are run."""
+        return x
+
     def record(self, layer: int, role: int, amax: torch.Tensor) -> None:
         """Note the amax (fp32 scalar) of a tensor of this step; NaN counts as Inf."""
         amax = torch.where(torch.isfinite(amax), amax, float("inf"))

@@ -78,7 +78,7 @@ def quantize_mx(
     width = x.shape[1]
     blocks = torch.nn.functional.pad(x.float(), (0, -width % BLOCK)).view(x.shape[0], -1, BLOCK)
     exponent = scale_exponent(blocks.abs().amax(-1), element, mode, compat)
-    scaled = (blocks * _multiplier(exponent, mode, compat).unsqueeze(-1)).view(x.shape[0], -1)[:, :width]
+    scaled = (blocks * _multiplier(exponent, mode, compat).unsqueeze(-1)).reshape(x.shape[0], -1)[:, :width]
     if element is E2M1:
         codes = _deepgemm_e2m1(scaled) if compat == "deepgemm" and noise is None else elements.encode(scaled, E2M1, noise=noise)
     else:

@@ -104,7 +104,7 @@ def random_hadamard(x: torch.Tensor) -> torch.Tensor:
     along the contraction are spread over 16 values.
     """
     x = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % BLOCK))
-    return (x.view(-1, BLOCK) @ hadamard16().to(x.device)).view(x.shape)
+    return (x.reshape(-1, BLOCK) @ hadamard16().to(x.device)).reshape(x.shape)
 
 
 @cache
