@@ -60,18 +60,26 @@ def compare(
 def _measure(
     name: str, text: Path | None, windows: int | None, data: str | DataSection | None, speed: bool, runner: str
 ) -> Report:
+    from karui.inference.bundle import open_model
     from karui.inference.engine import Engine
     from karui.inference.evaluate.memory import disk_bytes, peak_memory
     from karui.inference.evaluate.report import Report
     from karui.inference.evaluate.scoring import held_out_loss, perplexity
     from karui.inference.evaluate.speed import speed as measure_speed
     from karui.inference.loading import find
+    from karui.inference.models.config import from_hf
+    from karui.inference.models.rope import context_limit
 
     folder = find(name)
+    limit = context_limit(from_hf(open_model(folder).config))
     found: dict[str, Any] = {}
     if text is not None or data is not None:
         judge = Engine.load(
-            folder, runner="torch" if runner == "auto" else runner, kv_dtype="float32", max_context=2048, max_sequences=1
+            folder,
+            runner="torch" if runner == "auto" else runner,
+            kv_dtype="float32",
+            max_context=min(2048, limit),
+            max_sequences=1,
         )
 
         def scorer(ids: Sequence[int]) -> list[float]:
@@ -80,10 +88,10 @@ def _measure(
         if text is not None:
             found["perplexity"] = perplexity(scorer, text, judge.tokenizer, windows=windows)
         if data is not None:
-            found["held_out"] = held_out_loss(scorer, _samples(data, judge.tokenizer), max_tokens=2048)
+            found["held_out"] = held_out_loss(scorer, _samples(data, judge.tokenizer), max_tokens=min(2048, limit))
         judge.runner.allocate(1, 16, "float32")
     with peak_memory() as peak:
-        engine = Engine.load(folder, runner=runner, max_context=1024, max_sequences=8)
+        engine = Engine.load(folder, runner=runner, max_context=min(1024, limit), max_sequences=8)
         weight_bytes = engine.runner.weight_bytes()
         if speed:
             tokens = _speed_text(engine.tokenizer)

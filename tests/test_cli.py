@@ -1,0 +1,37 @@
+"""Unit tests of the command line: it is lean, and every verb explains itself."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from karui.cli import app
+
+HEAVY = ("torch", "transformers", "peft", "accelerate", "datasets", "wandb", "numpy", "bitsandbytes")
+
+
+@pytest.mark.parametrize("statement", ["import karui", "import karui.cli", "import karui.configs"])
+def test_importing_is_lean(statement):
+    code = f"{statement}; import sys; print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_verb_has_help():
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__
+        done = CliRunner().invoke(app, [name, "--help"])
+        assert done.exit_code == 0 and len(command.callback.__doc__) > 20, name
+
+
+def test_models_and_recipes_are_listed():
+    assert "smollm2-135m" in CliRunner().invoke(app, ["models"]).output
+    listing = CliRunner().invoke(app, ["recipes"]).output
+    assert "qlora" in listing and "demo" in listing
+    assert "method: qlora" in CliRunner().invoke(app, ["recipes", "qlora"]).output
+
+
+def test_quantize_lists_methods_with_their_papers():
+    output = CliRunner().invoke(app, ["quantize", "--list"]).output
+    assert "gptq" in output and "2210.17323" in output

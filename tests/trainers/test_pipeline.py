@@ -1,0 +1,163 @@
+"""End to end on a tiny model: recipe -> training -> export -> parity gate -> engine -> comparison, and the gate's refusals."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from karui.cli import app
+from karui.configs import KaruiError, Recipe
+from karui.trainers.compare import compare
+from karui.trainers.pipeline import export_run, run_pipeline
+from karui.trainers.talk import answer
+
+QLORA = [{"method": "qlora", "base": "nf4dq", "rank": 4, "alpha": 8}]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_folder, rows_file, tmp_path_factory):
+    """A QLoRA run with an int4 export, made once."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    recipe = Recipe.build({
+        "name": "tiny", "model": str(tiny_folder), "data": {"train": str(rows_file), "holdout": 4, "max_length": 128},
+        "prepare": QLORA, "optim": {"lr": 5e-3, "batch": 4, "steps": 12, "micro_tokens": 128},
+        "run": {"output": str(folder / "run"), "threads": 1}, "track": {"to": "none"}, "export": [{"spec": "w4g32"}],
+        "eval": {"speed": False}})  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KARUI_CACHE", str(folder / "cache"))
+        return recipe, run_pipeline(recipe)
+
+
+@pytest.fixture
+def finished(whole_run, tmp_path):
+    """A copy of that run which a test may spoil: (recipe, result, run folder, bundle)."""
+    recipe, result = whole_run
+    folder = tmp_path / "finished"
+    shutil.copytree(result.run.folder, folder)
+    return recipe, result, folder, folder / result.bundles[0].name
+
+
+def test_the_whole_path(finished, capsys):
+    recipe, result, _, bundle = finished
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert manifest["recipe"] == json.loads(json.dumps(recipe.dump()))
+    assert manifest["parity"]["max_abs_dlogprob"] < 2e-3 and manifest["parity"]["tokens"] > 50
+    specs = {name: t["spec"] for name, t in manifest["tensors"].items()}
+    assert specs["model.layers.0.mlp.up_proj.weight"] == "w4g32" and specs["model.embed_tokens.weight"] == "w8"
+    assert manifest["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]] and "lm_head.weight" not in specs
+    base, light = result.reports
+    assert light.held_out.loss < base.held_out.loss - 0.2
+    assert light.disk_bytes < base.disk_bytes
+
+
+def test_the_gate_sees_a_wrong_merge(finished, monkeypatch):
+    """An engine that runs something else than what was trained must not pass, and nothing may be left behind."""
+    from karui.inference.bundle.merge import Adapter
+
+    _, _, folder, _ = finished
+    honest, calls = Adapter.apply, []
+
+    def off_by_a_sign(self, name, weight):  # wrong in the export only, which comes first
+        calls.append(name)
+        merged = honest(self, name, weight)
+        return 2 * weight - merged if calls.count(name) == 1 else merged
+
+    monkeypatch.setattr(Adapter, "apply", off_by_a_sign)
+    target = folder / "wrong"
+    with pytest.raises(KaruiError, match="parity: the engine's logprobs differ .* the bundle was not written"):
+        export_run(folder, output=target)
+    assert not target.exists() and not [p for p in target.parent.iterdir() if "wrong" in p.name]
+
+
+def test_full_training_exports_its_own_weights(make_recipe):
+    recipe = make_recipe(prepare=[], optim={"lr": 1e-3, "steps": 3}, eval={"speed": False, "held_out": False})
+    result = run_pipeline(recipe)
+    report = export_run(result.run.folder, output=result.run.folder / "bundle", spec="none", embedding="none")
+    trained = load_file(result.run.final / "model.safetensors")
+    stored = load_file(report.path / "model.safetensors")
+    assert torch.equal(stored["model.layers.1.mlp.down_proj.weight"], trained["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_command_line_runs_the_same_recipe(make_recipe, tmp_path, finished):
+    recipe, _, run, bundle = finished
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(recipe.dump()))
+    done = CliRunner().invoke(app, ["train", str(path), "--set", f"run.output={tmp_path / 'again'}"])
+    assert done.exit_code == 0, done.output
+    ours, theirs = (
+        load_file(folder / "final" / "adapter_model.safetensors") for folder in (tmp_path / "again", run)
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    generated = CliRunner().invoke(app, ["generate", str(bundle), "what is 3 plus 9", "--max-tokens", "5"])
+    assert generated.exit_code == 0, generated.output
+
+
+def test_dry_run_trains_nothing(make_recipe, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(make_recipe(prepare=QLORA).dump()))
+    done = CliRunner().invoke(app, ["train", str(path), "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert "trained" in done.output and not (tmp_path / "run").exists()
+
+
+def test_answer_streams_what_the_engine_generates(tiny_folder, capsys):
+    text = answer(str(tiny_folder), "hello", {"max_tokens": 6}, runner="torch")
+    assert capsys.readouterr().out == text + "\n"
+    assert answer(str(tiny_folder), "hello", {"max_tokens": 6}, runner="torch") == text
+
+
+def test_compare_scores_a_model_like_transformers_does(tiny_folder, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 5)
+    (report,) = compare([str(tiny_folder)], text=text, speed=False, runner="torch")
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tiny_folder)(text.read_text(), add_special_tokens=False)["input_ids"]])
+    with torch.no_grad():
+        loss = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)(ids, labels=ids).loss.item()
+    assert report.perplexity.mean_nll == pytest.approx(loss, abs=1e-5)
+
+
+class TestBadInput:
+    def test_not_a_run(self, tmp_path):
+        with pytest.raises(KaruiError, match="is not a run: recipe.json is missing"):
+            export_run(tmp_path, output=tmp_path / "out")
+
+    def test_unfinished_run(self, finished, tmp_path):
+        folder = finished[2]
+        (folder / "final").rename(folder / "aside")
+        with pytest.raises(KaruiError, match="the run did not finish. Go on with"):
+            export_run(folder, output=tmp_path / "out")
+
+    def test_group_size_that_does_not_divide(self, finished, tmp_path):
+        with pytest.raises(KaruiError, match="group size 48 does not divide its input width 128; sizes that do: 16, 32, 64, 128"):
+            export_run(finished[2], output=tmp_path / "out", spec="w4g48")
+
+    def test_taken_target(self, finished, tmp_path):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine.txt").write_text("keep me")
+        with pytest.raises(KaruiError, match="out"):
+            export_run(finished[2], output=tmp_path / "out")
+        assert (tmp_path / "out" / "mine.txt").read_text() == "keep me"
+
+    def test_damaged_bundle(self, finished):
+        bundle = finished[3]
+        path = bundle / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        from karui.inference.bundle import read
+
+        with pytest.raises(KaruiError, match="sha256"):
+            read(bundle, verify="full").verify_hashes()
+
+    def test_errors_reach_the_command_line_without_a_traceback(self, tmp_path):
+        import subprocess
+        import sys
+
+        done = subprocess.run([sys.executable, "-m", "karui.cli", "train", "nothing-there"], capture_output=True, text=True)
+        assert done.returncode == 2 and "no such file" in done.stderr and "Traceback" not in done.stderr
