@@ -94,6 +94,11 @@ class Block:
     def tokens(self) -> int:
         return self.inputs.shape[0] * self.inputs.shape[1]
 
+    @property
+    def linears_all(self) -> dict[str, nn.Linear]:
+        """Every linear of the block by weight name, targeted or not."""
+        return {f"{self.name}.{n}.weight": m for n, m in self.module.named_modules() if isinstance(m, nn.Linear)}
+
     def slices(self) -> list[slice]:
         return [slice(i, min(i + self.batch, len(self.inputs))) for i in range(0, len(self.inputs), self.batch)]
 
@@ -272,7 +277,9 @@ def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, str]:
     base: Any = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise KaruiError(f"{type(model).__name__}: no list of decoder blocks found; post-training methods need a decoder-only model.")
+        raise KaruiError(
+            f"{type(model).__name__}: no list of decoder blocks found; post-training methods need a decoder-only model."
+        )
     prefix = next(n for n, m in model.named_modules() if m is layers)
     return base, layers, prefix
 
@@ -294,9 +301,13 @@ def block_arguments(model: nn.Module, length: int) -> tuple[list[dict[str, Any]]
 
         def forward(self, hidden: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
             if args:
-                raise KaruiError(f"{type(model).__name__}: its blocks take positional arguments, which calibration does not follow.")
+                raise KaruiError(
+                    f"{type(model).__name__}: its blocks take positional arguments, which calibration does not follow."
+                )
             first.append(hidden)
-            kwargs.append({k: v for k, v in named.items() if k not in ("cache", "past_key_values", "past_key_value", "use_cache")})
+            kwargs.append(
+                {k: v for k, v in named.items() if k not in ("cache", "past_key_values", "past_key_value", "use_cache")}
+            )
             return hidden
 
     blocks = list(layers)

@@ -14,6 +14,7 @@ Departure from the paper: scales come from a search weighted by diag(H) (`scale_
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -24,7 +25,7 @@ from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize.grid import grouped, inverse
 from karui.kernels.quantize.integer import find_range
-from karui.qat.calibration import Block, Stage
+from karui.qat.calibration import Block, Group, Stage
 from karui.qat.rtn import RTNConfig, rounded
 from karui.qat.search import search_scale
 from karui.qat.types import LayerReport, MethodConfig
@@ -58,7 +59,12 @@ def quantize_block(block: Block, config: GPTQConfig) -> None:
         for i, group in enumerate(stage):
             names = group.names
             if counts[i] < (config.min_tokens if group.routed else 1):
-                _nearest(block, names, counts[i], f"rtn: only {counts[i]} of {block.tokens} tokens reached it, {config.min_tokens} needed")
+                _nearest(
+                    block,
+                    names,
+                    counts[i],
+                    f"rtn: only {counts[i]} of {block.tokens} tokens reached it, {config.min_tokens} needed",
+                )
                 continue
             for spec in dict.fromkeys(block.specs[n] for n in names):  # usually one; mixed precision splits the group
                 same = [n for n in names if block.specs[n] == spec]
@@ -66,14 +72,23 @@ def quantize_block(block: Block, config: GPTQConfig) -> None:
                 joint = torch.cat(weights)
                 result = solve(joint, grams[i], spec, config, name=same[0])
                 if result is None:
-                    _nearest(block, tuple(same), counts[i], f"rtn: the Hessian is not positive definite even with damping {config.max_damp}")
+                    _nearest(
+                        block,
+                        tuple(same),
+                        counts[i],
+                        f"rtn: the Hessian is not positive definite even with damping {config.max_damp}",
+                    )
                     continue
                 q, damp = result
                 for n, w, part in zip(same, weights, split(q, [len(w) for w in weights])):
                     note = f"damping {damp:g}" if damp != config.damp else ""
                     error = output_error(w, part, grams[i])
                     block.commit(
-                        n, part, LayerReport(name=n, spec=str(spec), method="gptq", error=error, error_of="output", tokens=counts[i], note=note)
+                        n,
+                        part,
+                        LayerReport(
+                            name=n, spec=str(spec), method="gptq", error=error, error_of="output", tokens=counts[i], note=note
+                        ),
                     )
 
 
@@ -86,14 +101,24 @@ def _nearest(block: Block, names: tuple[str, ...], tokens: int, why: str) -> Non
         block.commit(n, q, LayerReport(name=n, spec=str(q.spec), method="rtn", error=error, tokens=tokens, fallback=why))
 
 
-def accumulate(block: Block, stage: Stage) -> tuple[list[torch.Tensor], list[int]]:
-    """2/N sum x x^T in fp32, [in, in], and the tokens N of each group of the stage; refuses NaN and Inf by the layer's name."""
-    grams = [torch.zeros(block.linears[g.names[0]].in_features, block.linears[g.names[0]].in_features, device=block.device) for g in stage]
+def accumulate(
+    block: Block, stage: Stage, watch: Callable[[Group, torch.Tensor], None] | None = None
+) -> tuple[list[torch.Tensor], list[int]]:
+    """2/N sum x x^T in fp32, [in, in], and the tokens N of each group of the stage; refuses NaN and Inf by the layer's name.
+
+    `watch` sees every group's inputs [tokens, in] on the way.
+    """
+    grams = [
+        torch.zeros(block.linears[g.names[0]].in_features, block.linears[g.names[0]].in_features, device=block.device)
+        for g in stage
+    ]
     counts = [0] * len(stage)
     position = {g: i for i, g in enumerate(stage)}
     for group, x in block.capture(stage):
         i = position[group]
         add_gram(grams[i], x.float())
+        if watch is not None:
+            watch(group, x)
         counts[i] += x.shape[0]
     for i, group in enumerate(stage):
         if not torch.isfinite(grams[i].diagonal()).all():
@@ -128,7 +153,9 @@ def factor(gram: torch.Tensor, damp: float, max_damp: float) -> tuple[torch.Tens
     return None
 
 
-def solve(w: torch.Tensor, gram: torch.Tensor, spec: QuantSpec, config: GPTQConfig, *, name: str = "tensor") -> tuple[QTensor, float] | None:
+def solve(
+    w: torch.Tensor, gram: torch.Tensor, spec: QuantSpec, config: GPTQConfig, *, name: str = "tensor"
+) -> tuple[QTensor, float] | None:
     """GPTQ on one weight w [out, in] with its Hessian [in, in]; the codes and the damping used, None when no damping worked.
 
     Raises:
@@ -157,7 +184,11 @@ def solve(w: torch.Tensor, gram: torch.Tensor, spec: QuantSpec, config: GPTQConf
     columns = scale.expand(rows, -1) if spec.granularity == "tensor" else scale
     steps = inverse(columns).T[group[order]].contiguous()
     inv = 1.0 / steps
-    zeros = None if zero is None else (zero.expand(rows, -1) if spec.granularity == "tensor" else zero).float().T[group[order]].contiguous()
+    zeros = (
+        None
+        if zero is None
+        else (zero.expand(rows, -1) if spec.granularity == "tensor" else zero).float().T[group[order]].contiguous()
+    )
     work = w.T[order].contiguous()
     codes = torch.empty_like(work)
     err = torch.empty(min(config.block, width), rows, device=w.device)
@@ -186,7 +217,11 @@ def solve(w: torch.Tensor, gram: torch.Tensor, spec: QuantSpec, config: GPTQConf
 def factor_ordered(gram: torch.Tensor, config: GPTQConfig) -> tuple[torch.Tensor, torch.Tensor, float] | None:
     """The factor for the columns in the order they are processed, that order, and the damping."""
     width = len(gram)
-    order = torch.argsort(gram.diagonal(), descending=True, stable=True) if config.act_order else torch.arange(width, device=gram.device)
+    order = (
+        torch.argsort(gram.diagonal(), descending=True, stable=True)
+        if config.act_order
+        else torch.arange(width, device=gram.device)
+    )
     found = factor(gram[order][:, order], config.damp, config.max_damp)
     return None if found is None else (found[0], order, found[1])
 

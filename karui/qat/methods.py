@@ -28,6 +28,7 @@ METHODS = {
     for m in (
         Method(name="rtn", paper="rounding to nearest, scale search", cost="seconds, no data", calibrates=False),
         Method(name="gptq", paper="GPTQ, arXiv 2210.17323", cost="1.3 forward passes + one solve per layer"),
+        Method(name="awq", paper="AWQ, arXiv 2306.00978", cost="2 forward passes + a grid of 20 per layer"),
     )
 }
 

@@ -166,7 +166,9 @@ def _blocks(
         for kind in kinds:
             file = None if store is None else store.hidden(finished, kind)
             if file is not None and finished and not file.is_file():
-                raise KaruiError(f"{file} is missing, so the calibration cannot go on; delete the folder {file.parent} to start anew.")
+                raise KaruiError(
+                    f"{file} is missing, so the calibration cannot go on; delete the folder {file.parent} to start anew."
+                )
             streams[kind] = HiddenStates(shape, file)
             if finished == 0:
                 for i in range(0, len(rows), batch):
@@ -175,7 +177,11 @@ def _blocks(
         log.info("continuing after %d finished blocks", finished)
     for index, layer in enumerate(layers):
         name = f"{prefix}.{index}"
-        linears = {f"{name}.{n}.weight": m for n, m in layer.named_modules() if isinstance(m, nn.Linear) and f"{name}.{n}.weight" in specs}
+        linears = {
+            f"{name}.{n}.weight": m
+            for n, m in layer.named_modules()
+            if isinstance(m, nn.Linear) and f"{name}.{n}.weight" in specs
+        }
         empty = torch.empty(0, 0, 0)
         inputs = streams["hidden"].data if streams else empty
         block = Block(
@@ -187,7 +193,9 @@ def _blocks(
             loaded = store.load(index)
             assert loaded is not None
             block.weights, block.report = loaded
-            state = {k.removeprefix(f"{name}."): v.dequantize() if isinstance(v, QTensor) else v for k, v in block.weights.items()}
+            state = {
+                k.removeprefix(f"{name}."): v.dequantize() if isinstance(v, QTensor) else v for k, v in block.weights.items()
+            }
             layer.load_state_dict(state, strict=False)
             yield block
             continue
@@ -233,7 +241,12 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def choose(
-    layers: nn.ModuleList, prefix: str, spec: QuantSpec, targets: Sequence[str], skip: Sequence[str], overrides: Mapping[str, QuantSpec | str]
+    layers: nn.ModuleList,
+    prefix: str,
+    spec: QuantSpec,
+    targets: Sequence[str],
+    skip: Sequence[str],
+    overrides: Mapping[str, QuantSpec | str],
 ) -> dict[str, QuantSpec]:
     """Weight name -> grid for every targeted linear of the blocks; all patterns must match something, all groups must divide."""
     linears = {f"{prefix}.{n}": m for n, m in layers.named_modules() if isinstance(m, nn.Linear)}
@@ -288,11 +301,15 @@ def refuse_quantized(model: nn.Module, config: Mapping[str, Any]) -> None:
     """Raise on a model whose weights are codes already."""
     if config.get("quantization_config"):
         kind = config["quantization_config"].get("quant_method", "quantized")
-        raise UnsupportedError(f"this model is already quantized ({kind}); start from the model in 16 or 32 bit that it was made of.")
+        raise UnsupportedError(
+            f"this model is already quantized ({kind}); start from the model in 16 or 32 bit that it was made of."
+        )
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor) and (not weight.is_floating_point() or weight.dtype.itemsize < 2):
-            raise UnsupportedError(f"{name}.weight is {weight.dtype}: this model is already quantized; start from its 16 or 32 bit original.")
+            raise UnsupportedError(
+                f"{name}.weight is {weight.dtype}: this model is already quantized; start from its 16 or 32 bit original."
+            )
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -57,7 +57,14 @@ def search_scale(
 
 
 def _search(
-    x: torch.Tensor, h: torch.Tensor, start: torch.Tensor, zero: torch.Tensor | None, spec: QuantSpec, steps: int, refine: int, signed: bool
+    x: torch.Tensor,
+    h: torch.Tensor,
+    start: torch.Tensor,
+    zero: torch.Tensor | None,
+    spec: QuantSpec,
+    steps: int,
+    refine: int,
+    signed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     low, high = spec.code_range
     dtype = DTYPES[spec.scale_dtype]

@@ -1,8 +1,8 @@
 """The work folder of a calibration: finished blocks and the hidden states behind them, so that a killed run can go on.
 
-    state.json               fingerprint of model, rows, method, settings and versions
-    block-0007.safetensors   codes, scales and dense tensors of one block, its report in the metadata; written and renamed
-    hidden-0008.bin          hidden states in front of block 8 (fp32, raw); `target-0008.bin` those of the unquantized model
+state.json               fingerprint of model, rows, method, settings and versions
+block-0007.safetensors   codes, scales and dense tensors of one block, its report in the metadata; written and renamed
+hidden-0008.bin          hidden states in front of block 8 (fp32, raw); `target-0008.bin` those of the unquantized model
 """
 
 from __future__ import annotations
