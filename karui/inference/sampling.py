@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from karui.inference.requests import SamplingParams, TokenLogprob
 from karui.inference.speculative.random import draw, uniform
@@ -35,61 +36,63 @@ def distribution(logits: np.ndarray, params: SamplingParams, prompt: Sequence[in
 
     Greedy: one-hot.
     """
-    logits = penalize(logits, params, prompt, output)
-    if params.greedy:
-        p = np.zeros(len(logits), dtype=np.float32)
-        p[int(logits.argmax())] = 1
+    ids, p = _candidates(penalize(logits, params, prompt, output), params)
+    if ids is None:
         return p
+    dense = np.zeros(len(logits), dtype=np.float32)
+    dense[ids] = p
+    return dense
+
+
+def _candidates(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray | None, np.ndarray]:
+    """(ascending ids of the tokens that may be drawn, or None for all; their probabilities) of penalized logits."""
+    if params.greedy:
+        return np.array([logits.argmax()]), np.ones(1, dtype=np.float32)
     scaled = logits.astype(np.float32) / np.float32(params.temperature)
     scaled -= scaled.max()
+    ids = None
     if 0 < params.top_k < len(scaled):
-        scaled[scaled < np.partition(scaled, -params.top_k)[-params.top_k]] = -np.inf
+        ids = np.flatnonzero(scaled >= np.partition(scaled, -params.top_k)[-params.top_k])
+        scaled = scaled[ids]
     p = np.exp(scaled)
     p /= p.sum()
     if params.top_p < 1:
-        p = _nucleus(p, params.top_p)
+        kept = _nucleus(p, params.top_p)
+        ids, p = kept if ids is None else ids[kept], p[kept]
     if params.min_p > 0:
-        p[p < params.min_p * p.max()] = 0
-    return p / p.sum()
+        kept = np.flatnonzero(p >= params.min_p * p.max())
+        ids, p = kept if ids is None else ids[kept], p[kept]
+    return ids, p if ids is None else p / p.sum()
 
 
 def _nucleus(p: np.ndarray, top_p: float) -> np.ndarray:
-    """p with everything outside the smallest likeliest set of mass >= top_p set to zero."""
-    order, few = None, 512
-    if len(p) > 2 * few:  # sorting the whole vocabulary costs milliseconds, and the nucleus is nearly always small
-        best = np.argpartition(p, -few)[-few:]
-        if p[best].sum(dtype=np.float64) >= top_p:
-            order = best[np.argsort(-p[best], kind="stable")]
-    if order is None:
-        order = np.argsort(-p, kind="stable")
+    """Ascending indices of the smallest likeliest set of mass >= top_p."""
+    # All tokens below (1 - top_p) / V together miss less than 1 - top_p, so none of them is needed; the rest is quick to sort.
+    rest = np.flatnonzero(p >= np.float32(0.99 * (1 - top_p) / len(p)))
+    order = rest[np.argsort(-p[rest], kind="stable")]
     keep = int(np.searchsorted(np.cumsum(p[order], dtype=np.float64), top_p)) + 1
-    kept = np.zeros_like(p)
-    kept[order[:keep]] = p[order[:keep]]
-    return kept
+    return np.sort(order[:keep])
 
 
 def sample(logits: np.ndarray, params: SamplingParams, seed: int, position: int, prompt: Sequence[int] = (),
            output: Sequence[int] = ()) -> tuple[int, float]:
     """(token, its probability under `distribution`) for sequence position `position`."""
-    if params.greedy:
-        return int(penalize(logits, params, prompt, output).argmax()), 1.0
-    p = distribution(logits, params, prompt, output)
-    token = draw(p, uniform(seed, position))
-    return token, float(p[token])
+    ids, p = _candidates(penalize(logits, params, prompt, output), params)
+    index = 0 if params.greedy else draw(p, uniform(seed, position))
+    return index if ids is None else int(ids[index]), float(p[index])
 
 
 def logprobs_of(logits: np.ndarray, token: int, probability: float, top: int) -> TokenLogprob:
     """Logprobs of `token` from raw `logits` [V], with the `top` likeliest alternatives."""
-    wide = logits.astype(np.float64)
-    peak = wide.max()
-    norm = peak + np.log(np.exp(wide - peak).sum())
+    peak = float(logits.max())
+    norm = peak + float(np.log(np.exp(logits - np.float32(peak)).sum(dtype=np.float64)))
     best: tuple[tuple[int, float], ...] = ()
     if top:
-        top = min(top, len(wide))
-        ids = np.argpartition(-wide, top - 1)[:top]
-        ids = ids[np.lexsort((ids, -wide[ids]))]
-        best = tuple((int(i), float(wide[i] - norm)) for i in ids)
-    return TokenLogprob(token, float(wide[token] - norm), float(np.log(probability)) if probability > 0 else float("-inf"), best)
+        found = torch.from_numpy(logits).topk(min(top, len(logits)))
+        pairs = sorted(zip(found.values.tolist(), found.indices.tolist(), strict=True), key=lambda pair: (-pair[0], pair[1]))
+        best = tuple((token, value - norm) for value, token in pairs)
+    processed = float(np.log(probability)) if probability > 0 else float("-inf")
+    return TokenLogprob(token, float(logits[token]) - norm, processed, best)
 
 
 def child_seed(seed: int, index: int) -> int:

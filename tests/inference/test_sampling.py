@@ -88,6 +88,6 @@ def test_logprobs_equal_log_softmax(top):
     logits = torch.randn(50) * 5
     want = logits.double().log_softmax(-1)
     got = logprobs_of(logits.numpy(), 7, 0.25, top)
-    assert abs(got.raw - want[7].item()) < 1e-9 and got.processed == np.log(0.25)
+    assert abs(got.raw - want[7].item()) < 1e-6 and got.processed == np.log(0.25)
     assert [t for t, _ in got.top] == want.argsort(descending=True)[:top].tolist()
-    assert all(abs(p - want[t].item()) < 1e-9 for t, p in got.top)
+    assert all(abs(p - want[t].item()) < 1e-6 for t, p in got.top)
