@@ -319,7 +319,8 @@ def _warnings(recipe: Recipe, shape: ModelShape, parts: dict[str, Any]) -> tuple
         out.append(f"{share(train['duplicates'])} repeat an earlier sample token by token")
     if parts["peak_bytes"] > parts["available_bytes"]:
         out.append(f"predicted peak memory {parts['peak_bytes'] / 1e9:.1f} GB is more than the "
-                   f"{parts['available_bytes'] / 1e9:.1f} GB there are; lower optim.micro_tokens or data.max_length, or set run.recompute=full")
+                   f"{parts['available_bytes'] / 1e9:.1f} GB there are; lower optim.micro_tokens or "
+                   "data.max_length, or set run.recompute=full")
     if not shape.known:
         out.append("this architecture is not of the shape the memory formula describes; its activations may differ")
     if unknown := [s for s in recipe.prepare if not isinstance(s, LoraStep)]:
