@@ -86,7 +86,7 @@ class LowPrecisionLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             rows = x.reshape(-1, x.shape[-1]).to(dtype)
-            y = _LowPrecisionGemms.apply(rows, self.weight, self, self.plan(), self._state, self.training)
+            y = _gemms(rows, self.weight, self)
             y = y if self.bias is None else y + self.bias.to(dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -132,6 +132,13 @@ class LowPrecisionLinear(nn.Linear):
         formats = self._state.formats
         kinds = formats["fprop"] if len(set(formats.values())) == 1 else ", ".join(f"{g}={formats[g]}" for g in GEMMS)
         return f"in_features={self.in_features}, out_features={self.out_features}, {kinds}, backend={self.backend}"
+
+
+# A compiler may contract a division and a product into one rounding, which moves codes across their midpoints, and inductor
+# fails on the blocks of 32. The quantizers therefore run as they are written, between the compiled parts of the model.
+@torch.compiler.disable
+def _gemms(x: torch.Tensor, w: torch.Tensor | None, module: LowPrecisionLinear) -> torch.Tensor:
+    return _LowPrecisionGemms.apply(x, w, module, module.plan(), module._state, module.training)
 
 
 class _LowPrecisionGemms(torch.autograd.Function):

@@ -148,7 +148,7 @@ def test_micro_batches_share_the_step_and_update_it_once(tiny, ids):
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-blockwise", "mxfp8", "nvfp4"])
 def test_a_traced_graph_gives_the_same_bits(tiny, ids, recipe):
-    """torch.compile with the eager backend of AOTAutograd: forward, backward and the recorded maxima."""
+    """torch.compile around the layers: forward, backward and the recorded maxima."""
     results = []
     for compiled in (False, True):
         torch._dynamo.reset()
