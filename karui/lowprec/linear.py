@@ -86,8 +86,7 @@ class LowPrecisionLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             rows = x.reshape(-1, x.shape[-1]).to(dtype)
-            y = _gemms(rows, self.weight, self)
-            y = y if self.bias is None else y + self.bias.to(dtype)
+            y = _gemms(rows, self.weight, self.bias, self)
         return y.view(*x.shape[:-1], self.out_features)
 
     def plan(self) -> Plan:
@@ -137,8 +136,9 @@ class LowPrecisionLinear(nn.Linear):
 # A compiler may contract a division and a product into one rounding, which moves codes across their midpoints, and inductor
 # fails on the blocks of 32. The quantizers therefore run as they are written, between the compiled parts of the model.
 @torch.compiler.disable
-def _gemms(x: torch.Tensor, w: torch.Tensor | None, module: LowPrecisionLinear) -> torch.Tensor:
-    return _LowPrecisionGemms.apply(x, w, module, module.plan(), module._state, module.training)
+def _gemms(x: torch.Tensor, w: torch.Tensor | None, bias: torch.Tensor | None, module: LowPrecisionLinear) -> torch.Tensor:
+    y = _LowPrecisionGemms.apply(x, w, module, module.plan(), module._state, module.training)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 class _LowPrecisionGemms(torch.autograd.Function):

@@ -166,6 +166,22 @@ def test_a_traced_graph_gives_the_same_bits(tiny, ids, recipe):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "nvfp4"])
+def test_a_compiled_model_gives_the_same_bits(recipe):
+    """torch.compile with inductor, which needs a C++ compiler here."""
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        low = LowPrecision(recipe)
+        model = low.prepare(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)))
+        out = (torch.compile(model) if compiled else model)(torch.randn(33, 64))
+        out.pow(2).sum().backward()
+        results.append([out.detach(), *(p.grad for p in model.parameters()), low.state.history])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 def _rank(rank, world, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
