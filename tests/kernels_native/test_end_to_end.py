@@ -141,14 +141,15 @@ def test_hidden_and_residual_streams():
 
 
 def test_weights_are_replaced_and_the_cache_stays():
-    (_, config, old), (model, _, new) = tiny("llama", seed=0), tiny("llama", seed=1)
+    (_, config, old), (_, _, new) = tiny("llama", seed=0), tiny("llama", seed=1)
     runner, other = NativeRunner(config, old), NativeRunner(config, new)
     for r in (runner, other):
         r.allocate(4, 16, "float32")
     step = batch_of(([1, 2, 3], 0, [0]), block_size=16)
     before = runner.forward(step).logits
     runner.load_weights(new)
-    assert torch.equal(runner.forward(step).logits, other.forward(step).logits) and not torch.equal(before, runner.forward(step).logits)
+    after = runner.forward(step).logits
+    assert torch.equal(after, other.forward(step).logits) and not torch.equal(before, after)
     broken = {**old, "model.norm.weight": torch.full((48,), float("nan"))}
     with pytest.raises(CorruptError, match=r"model\.norm\.weight"):
         runner.load_weights(broken)

@@ -1,4 +1,4 @@
-"""Behavioural: bits do not depend on batch, chunking, threads, neighbours, block layout or speculation, on any instruction set."""
+"""Behavioural: bits do not depend on batch, chunking, threads, neighbours, block layout or speculation, on any ISA."""
 
 from __future__ import annotations
 

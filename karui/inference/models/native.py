@@ -107,8 +107,8 @@ class NativeRunner:
         embedding = matrix("model.embed_tokens")
         head = embedding if c.tied else matrix("lm_head")
         final = vector("model.norm.weight")
-        config = Config(c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size, self.threads,
-                        c.norm_eps, self._rope_factor, address(self._inv_freq), final, ctypes.addressof(embedding),
+        config = Config(c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size,
+                        self.threads, c.norm_eps, self._rope_factor, address(self._inv_freq), final, ctypes.addressof(embedding),
                         ctypes.addressof(head), ctypes.addressof(layers))
         if self._model is None:
             self._model = self._lib.model(ctypes.byref(config))
@@ -121,12 +121,12 @@ class NativeRunner:
         return self._weight_bytes
 
     def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
-        """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None. Raises for a module the decoder lacks."""
+        """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None. An unknown module is an error."""
         known = {f"model.layers.{i}.{parent}.{target}": i * len(TARGETS) + j
                  for i in range(self.config.num_layers) for j, (parent, target) in enumerate(zip(_PARENTS, TARGETS))}
         for name in layers or {}:
             if name not in known:
-                raise KaruiError(f"adapter module {name!r} is not a linear of this decoder; the native runner adapts {', '.join(TARGETS)}.")
+                raise KaruiError(f"adapter module {name!r} is not a linear of this decoder; adapted are {', '.join(TARGETS)}.")
         self._adapters.pop(slot, None)
         if layers is not None:
             self._adapters[slot] = dict(layers)
@@ -150,14 +150,15 @@ class NativeRunner:
         if kv_dtype not in CACHE_TYPES:
             raise UnsupportedError(f"kv_dtype {kv_dtype!r} is not supported by the native kernels; use {', '.join(CACHE_TYPES)}.")
         if self._lib.allocate(self._model, num_blocks * block_size, CACHE_TYPES[kv_dtype]):
-            need = num_blocks * block_size * self.kv_bytes_per_token(kv_dtype)
-            raise KaruiError(f"no memory for {num_blocks} KV blocks of {block_size} tokens in {kv_dtype} ({need / 2**20:.0f} MiB).")
+            need = num_blocks * block_size * self.kv_bytes_per_token(kv_dtype) / 2**20
+            raise KaruiError(f"no memory for {num_blocks} KV blocks of {block_size} tokens in {kv_dtype} ({need:.0f} MiB).")
         self._block_size, self._slots = block_size, num_blocks * block_size
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         c = self.config
-        width = {"float32": 4, "float16": 2, "int8": 1}[kv_dtype] * ((c.head_dim + 15) // 16 * 16) + (4 if kv_dtype == "int8" else 0)
-        return 2 * c.num_layers * c.num_kv_heads * width
+        padded = (c.head_dim + 15) // 16 * 16
+        per_head = {"float32": 4 * padded, "float16": 2 * padded, "int8": padded + 4}[kv_dtype]
+        return 2 * c.num_layers * c.num_kv_heads * per_head
 
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         source, target = _int32(source), _int32(target)
@@ -186,9 +187,10 @@ class NativeRunner:
             masks = [None if m is None else m.to(torch.uint8).contiguous() for m in batch.tree_masks]
             tree = (ctypes.c_void_p * sequences)(*(address(m) for m in masks))
         adapters = self._adapter_slots(batch)
-        step = Batch(total, sequences, index[5].shape[1] if index[5].dim() == 2 else 0, wanted, len(batch.aux_layers), self._block_size,
-                     *(address(t) for t in index), None if tree is None else ctypes.addressof(tree), address(adapters),
-                     address(aux_layers), address(cos), address(sin), address(logits), address(hidden), address(aux))
+        width = index[5].shape[1] if index[5].dim() == 2 else 0
+        step = Batch(total, sequences, width, wanted, len(batch.aux_layers), self._block_size, *(address(t) for t in index),
+                     None if tree is None else ctypes.addressof(tree), address(adapters), address(aux_layers), address(cos),
+                     address(sin), address(logits), address(hidden), address(aux))
         failed = self._lib.forward(self._model, ctypes.byref(step))
         if failed:
             raise KaruiError({1: "forward() before allocate(): there is no KV memory.",

@@ -23,7 +23,10 @@ from karui.kernels.native.build import chosen_isa, isas
 from karui.kernels.native.library import Library, address, available, load, unavailable
 from karui.kernels.native.weights import Packed, linear, pack
 
-__all__ = ["Library", "Packed", "argmax", "available", "chosen_isa", "isas", "linear", "load", "pack", "quiet_torch", "top_k", "unavailable"]
+__all__ = [
+    "Library", "Packed", "argmax", "available", "chosen_isa", "isas", "linear", "load", "pack", "quiet_torch", "top_k",
+    "unavailable",
+]
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes as C
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -24,8 +25,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 class Linear(C.Structure):
     """`Linear` of weights.h."""
 
-    _fields_ = [(n, C.c_int32) for n in ("kind", "bits", "n", "k", "k_padded", "group", "block", "per_token", "act_bits", "scale_fp32",
-                                         "zero", "padding")] + [(n, C.c_void_p) for n in ("codes", "scales", "zeros", "bias", "table")]
+    _fields_ = [(n, C.c_int32) for n in ("kind", "bits", "n", "k", "k_padded", "group", "block", "per_token", "act_bits",
+                                         "scale_fp32", "zero", "padding")] + [
+        (n, C.c_void_p) for n in ("codes", "scales", "zeros", "bias", "table")]
 
 
 class Layer(C.Structure):
@@ -38,7 +40,8 @@ class Layer(C.Structure):
 class Config(C.Structure):
     """`Config` of model.cpp."""
 
-    _fields_ = [(n, C.c_int32) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_threads")] + [
+    _fields_ = [(n, C.c_int32) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab",
+                                         "max_threads")] + [
         ("eps", C.c_float), ("rope_factor", C.c_float)] + [
         (n, C.c_void_p) for n in ("inv_freq", "final_norm", "embedding", "head", "layer")]
 
@@ -77,7 +80,7 @@ class Library:
         for which, structure in enumerate((Linear, Layer, Config, Batch, Lora)):
             assert self.sizes(which) == C.sizeof(structure), f"{structure.__name__} differs between C++ and Python"
 
-    def __getattr__(self, name: str) -> C._CFuncPtr:  # only for type checkers: functions are set in __init__
+    def __getattr__(self, name: str) -> Any:  # only for type checkers: functions are set in __init__
         raise AttributeError(name)
 
 

@@ -40,12 +40,14 @@ class Packed:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
-def pack(library: Library, name: str, weight: QTensor | torch.Tensor, bias: torch.Tensor | None = None, activation_bits: int = 8) -> Packed:
+def pack(library: Library, name: str, weight: QTensor | torch.Tensor, bias: torch.Tensor | None = None,
+         activation_bits: int = 8) -> Packed:
     """`weight` [out, in] (and bias [out]) ready for the kernels.
 
     Args:
         activation_bits: 8: activations are quantized to int8 at run time, one scale per block of 32 inputs (16 if groups have
-            16), or one per token when the weight's own spec says `a8`. 16: activations stay fp32, codes are dequantized on the fly.
+            16), or one per token when the weight's own spec says `a8`. 16: activations stay fp32, codes are dequantized on the
+            fly.
 
     Raises `CorruptError` naming the tensor when scales or values are NaN or infinite.
     """
@@ -113,7 +115,8 @@ def _quantized(library: Library, name: str, q: QTensor, activation_bits: int) ->
     block = (group if group % CHUNK == 0 else math.gcd(group, CHUNK)) if per_token else math.gcd(group, CHUNK)
     linear = Linear(kind=kind, bits=bits, n=n, k=k, k_padded=k_padded, group=group, block=block, per_token=int(per_token),
                     act_bits=16 if kind == NF4 else activation_bits, scale_fp32=int(scales.dtype == torch.float32), zero=offset,
-                    codes=address(packed), scales=address(scales), zeros=address(zeros), table=address(table[0]) if table else None)
+                    codes=address(packed), scales=address(scales), zeros=address(zeros),
+                    table=address(table[0]) if table else None)
     return Packed(linear, (packed, scales, *(() if zeros is None else (zeros,)), *table))
 
 
