@@ -22,7 +22,8 @@ from karui.kernels.quantize import quantize
 from tests.bundle.conftest import make_folder
 
 EXACT = {
-    "w4g32": "Q4_0", "w4g64": "Q4_0", "w4": "Q4_0", "w4t": "Q4_0", "w3g32": "Q4_0", "w2g64": "Q4_0", "w8g32": "Q8_0", "w8": "Q8_0",
+    "w4g32": "Q4_0", "w4g64": "Q4_0", "w4": "Q4_0", "w4t": "Q4_0", "w3g32": "Q4_0", "w2g64": "Q4_0", "w8g32": "Q8_0",
+    "w8": "Q8_0",
     "w5g32": "Q8_0", "w4g32a": "Q8_0", "w2ta": "Q8_0", "w7a": "Q8_0", "w1.58": "TQ2_0", "w1.58g256": "TQ2_0", "w1.58g64": "Q4_0",
     "w1": "Q4_0", "w8a8": "Q8_0",
 }  # fmt: skip
@@ -188,8 +189,10 @@ def test_llama_cpp_runs_it(tmp_path, monkeypatch, grid):
         "it's  we'll",
     ]
     questions = ["What is the capital of Japan?", "What is 2 + 2?", "Name a colour."]
-    chats = [tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=True).input_ids
-             for q in questions]  # fmt: skip
+    chats = [
+        tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=True).input_ids
+        for q in questions
+    ]
     request = json.dumps({"texts": texts, "prompts": chats, "count": 12})
     done = subprocess.run(
         [python, "-c", LLAMA_CPP, tmp_path / "m.gguf"], input=request, capture_output=True, text=True, check=True

@@ -299,10 +299,15 @@ def open_model(path: str | Path, *, verify: Verify = "quick") -> Opened:
         from karui.inference.bundle import gguf
 
         return gguf.read(folder)
-    if _quant_method(folder) == "compressed-tensors":
+    method = _quant_method(folder)
+    if method == "compressed-tensors":
         from karui.inference.bundle import compressed_tensors
 
         return compressed_tensors.read(folder)
+    if method == "bitnet":
+        from karui.inference.bundle import hf_bitnet
+
+        return hf_bitnet.read(folder)
     return read_model_folder(folder)
 
 
