@@ -125,16 +125,32 @@ class LowPrecision:
         """Layers whose input, weight or gradient held a NaN or Inf since the last step, e.g. "model.layers.3.q (gradient)"."""
         return self.state.nonfinite()
 
+    def idle(self) -> list[str]:
+        """Layers that met no input in training mode since the last step: unused, or called around by whatever wraps them."""
+        state = self.state
+        return [n for n, amax in zip(state.names, state.history[:, 0, 0].tolist()) if amax == 0]
+
     def finish_step(self, *, skipped: bool = False) -> None:
         """Close an optimizer step: call it once, after `optimizer.step()` or after deciding not to take it."""
         self.state.update(skipped=skipped)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Close every step of `optimizer` by itself; one with a NaN or Inf in a layer is not taken, counted and named."""
+        """Close every step of `optimizer` by itself; one with a NaN or Inf in a layer is not taken, counted and named.
+
+        Before the first step it is checked that the layers ran: none at all is a `KaruiError`, some a warning.
+        """
         skipping = False
 
         def before(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal skipping
+            if int(self.state.step) == 0 and (idle := self.idle()):
+                names = f"{', '.join(idle[:5])}{', ...' if len(idle) > 5 else ''}"
+                if len(idle) == len(self.state.names):
+                    raise KaruiError(
+                        f"no low-precision layer ran before the first step ({names}): what wraps them multiplies with their "
+                        f"weights itself, or the model is in eval mode; the step would have been in high precision."
+                    )
+                logger.warning("%d low-precision layers did not run in the first step: %s", len(idle), names)
             bad = self.nonfinite()
             skipping = bool(bad)
             if bad:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from karui.configs import UnsupportedError
+from karui.configs import KaruiError, UnsupportedError
 from karui.kernels.quantize.elements import E5M2
 from karui.kernels.quantize.microscaling import quantize_mx
 from karui.kernels.quantize.noise import noise_bits
@@ -282,3 +282,30 @@ def test_tensor_scaled_inputs_are_kept_for_backward_in_one_byte():
         _, model = layer("fp8-current", bias=False)
         model(torch.randn(8, 96))
     assert (torch.float8_e4m3fn, (8, 96)) in saved and (torch.float32, (8, 96)) not in saved
+
+
+def test_layers_that_are_called_around_are_noticed(caplog):
+    """A wrapper that multiplies with the weight itself would train in high precision without a word."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x, use_b):
+            x = nn.functional.linear(x, self.a.weight)
+            return self.b(x) if use_b else nn.functional.linear(x, self.b.weight)
+
+    for use_b in (False, True):
+        low = LowPrecision("mxfp8")
+        model = low.prepare(Around())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        low.attach(optimizer)
+        model(torch.randn(4, 32), use_b).sum().backward()
+        assert low.idle() == (["a"] if use_b else ["a", "b"])
+        if use_b:
+            optimizer.step()
+            assert "1 low-precision layers did not run in the first step: a" in caplog.text
+        else:
+            with pytest.raises(KaruiError, match=r"no low-precision layer ran before the first step \(a, b\)"):
+                optimizer.step()
