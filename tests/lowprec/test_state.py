@@ -24,7 +24,7 @@ def trainer(model, precision):
 
 def step(model, optimizer, ids):
     optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
     loss.backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer.step()
@@ -206,12 +206,61 @@ def _rank(rank, world, port, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_ranks_scale_alike_and_skip_together(tmp_path):
+def _port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, args=(2, port, str(tmp_path)), nprocs=2)
+        return probe.getsockname()[1]
+
+
+def _sharded_rank(rank, world, port, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    def make():
+        torch.manual_seed(0)
+        model = Tiny(blocks=4)
+        low = LowPrecision(Precision(recipe="fp8-delayed", history=4))
+        low.prepare(model)
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        low.attach(optimizer)
+        return model, low, optimizer
+
+    def batch(at):
+        return torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(10 * at + rank))
+
+    model, low, optimizer = make()
+    whole = [step(model, optimizer, batch(at))[0] for at in range(4)]
+    model, _, optimizer = make()
+    parts = [step(model, optimizer, batch(at))[0] for at in range(2)]
+    saved = {k: v.clone() for k, v in get_model_state_dict(model).items()}
+    resumed, low, again = make()
+    set_model_state_dict(resumed, saved)
+    again.load_state_dict(optimizer.state_dict())
+    parts += [step(resumed, again, batch(at))[0] for at in (2, 3)]
+    sharded = type(resumed.layers[0].up.weight).__name__ == "DTensor"
+    losses = {"whole": torch.tensor(whole), "parts": torch.tensor(parts), "scale": low.state.scale}
+    torch.save({**losses, "sharded": torch.tensor(sharded)}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_amax_state_resumes_exactly_under_fsdp2(tmp_path):
+    torch.multiprocessing.spawn(_sharded_rank, args=(2, _port(), str(tmp_path)), nprocs=2)
+    a, b = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
+    for rank in (a, b):
+        assert torch.equal(rank["whole"], rank["parts"]) and rank["whole"][0] > 0.1 and rank["sharded"]
+    assert torch.equal(a["scale"], b["scale"]) and a["scale"].all()
+
+
+@pytest.mark.slow
+def test_ranks_scale_alike_and_skip_together(tmp_path):
+    torch.multiprocessing.spawn(_rank, args=(2, _port(), str(tmp_path)), nprocs=2)
     a, b = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
     assert torch.equal(a["scale"], b["scale"]) and a["scale"].all()
     assert torch.equal(a["weight"], b["weight"]) and torch.isfinite(a["weight"]).all()
