@@ -95,6 +95,25 @@ def export(
 
 
 @app.command()
+def convert(
+    bundle: Annotated[Path, typer.Argument(help="A bundle or a model folder.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File (gguf) or folder to write.")],
+    to: Annotated[str, typer.Option(help="gguf (llama.cpp), compressed-tensors (vLLM, transformers) or bitnet (transformers).")],
+) -> None:
+    """Write a bundle in another project's format. Codes and scales go over as they are; what has no place there is refused."""
+    import importlib
+
+    from karui.configs.errors import KaruiError, nearest
+    from karui.inference.bundle import open_model
+
+    formats = {"gguf": "gguf", "compressed-tensors": "compressed_tensors", "bitnet": "hf_bitnet"}
+    if to not in formats:
+        raise KaruiError(f"--to {to!r} is not a format karui writes; formats: {', '.join(formats)}.{nearest(to, formats)}")
+    written = importlib.import_module(f"karui.inference.bundle.{formats[to]}").write(open_model(bundle), output)
+    typer.echo(f"{written}")
+
+
+@app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="A bundle, a model folder, or a catalogue name.")],
     prompt: Annotated[str, typer.Argument(help="What to answer; `-` reads standard input.")],
