@@ -20,8 +20,9 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[tor
     k0, k1 = key[0] & _LOW, key[1] & _LOW
     for _ in range(10):
         # the 64-bit products wrap in int64; the masks make that harmless
-        low0, high0 = (c0 * _ROUND[0]) & _LOW, _high(c0, _ROUND[0])
-        low1, high1 = (c2 * _ROUND[1]) & _LOW, _high(c2, _ROUND[1])
+        product0, product1 = c0 * _ROUND[0], c2 * _ROUND[1]
+        low0, high0 = product0 & _LOW, (product0 >> 32) & _LOW
+        low1, high1 = product1 & _LOW, (product1 >> 32) & _LOW
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
@@ -48,7 +49,3 @@ def noise_bits(
     fill = torch.zeros_like(index)
     words = philox((index, fill + (when & _LOW), fill + (layer & _LOW), fill + (tensor & _LOW)), (seed, seed >> 32))
     return (torch.stack(words, -1).reshape(-1)[:total] >> 1).to(torch.int32).reshape(shape)
-
-
-def _high(word: torch.Tensor, constant: int) -> torch.Tensor:
-    return ((word * constant) >> 32) & _LOW
