@@ -252,7 +252,11 @@ def test_wandb_offline_files_hold_config_and_every_step(make_recipe, monkeypatch
     result = run_recipe(recipe)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     (path,) = result.folder.rglob("*.wandb")
-    rows, config = read_wandb(path)
+    end = time.monotonic() + 30
+    while not (found := read_wandb(path))[2] and time.monotonic() < end:  # W&B's own process writes it out after the run's end
+        time.sleep(0.1)
+    rows, config, complete = found
+    assert complete
     train = [r for r in rows if "train/loss" in r]
     assert [r["train/loss"] for r in train] == pytest.approx([loss for _, loss, _, _ in steps_of(result.folder)])
     assert {"train/grad_norm", "train/lr", "train/tokens_per_s", "train/memory_bytes"} <= train[0].keys()
@@ -269,7 +273,7 @@ def leveldb_records(data):
             at += 2**15 - at % 2**15
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        if kind == 0:
+        if kind == 0 or at + 7 + length > len(data):
             return
         parts.append(data[at + 7 : at + 7 + length])
         at += 7 + length
@@ -279,19 +283,20 @@ def leveldb_records(data):
 
 
 def read_wandb(path):
-    """History rows and config out of wandb's own offline format."""
+    """History rows, config, and whether the run's end is there, out of wandb's own offline format."""
     from wandb.proto import wandb_internal_pb2
 
-    rows, config = [], {}
+    rows, config, complete = [], {}, False
     for data in leveldb_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         kind = record.WhichOneof("record_type")
+        complete |= kind == "exit"
         if kind == "history":
             rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
         for item in {"run": record.run.config.update, "config": record.config.update}.get(kind, []):
             config[item.key or item.nested_key[0]] = json.loads(item.value_json)
-    return rows, config
+    return rows, config, complete
 
 
 def test_wandb_failing_does_not_stop_training(make_recipe, monkeypatch):
