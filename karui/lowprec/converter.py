@@ -128,7 +128,7 @@ class LowPrecision:
     def idle(self) -> list[str]:
         """Layers that met no input in training mode since the last step: unused, or called around by whatever wraps them."""
         state = self.state
-        return [n for n, amax in zip(state.names, state.history[:, 0, 0].tolist()) if amax == 0]
+        return [n for n, amax in zip(state.names, state.staged[:, 0].tolist()) if amax == 0]
 
     def finish_step(self, *, skipped: bool = False) -> None:
         """Close an optimizer step: call it once, after `optimizer.step()` or after deciding not to take it."""
@@ -137,7 +137,8 @@ class LowPrecision:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Close every step of `optimizer` by itself; one with a NaN or Inf in a layer is not taken, counted and named.
 
-        Before the first step it is checked that the layers ran: none at all is a `KaruiError`, some a warning.
+        Before the first step it is checked that the layers ran: none at all is a `KaruiError`, some a warning. Whoever leaves
+        out `optimizer.step()` (a gradient scaler after an overflow) calls `finish_step(skipped=True)` instead.
         """
         skipping = False
 

@@ -17,7 +17,7 @@ from karui.kernels.quantize.noise import noise_bits
 from karui.lowprec.backends import multiply
 from karui.lowprec.operand import Coded, encode, largest, rebuild, tensors_of, transpose
 from karui.lowprec.precision import GEMMS, Gemm, GemmFormat, Operand, Precision
-from karui.lowprec.state import LowPrecisionState
+from karui.lowprec.state import LowPrecisionState, keep_dtypes
 
 _NOISE = {"dgrad": 0, "wgrad": 1}
 
@@ -96,6 +96,11 @@ class LowPrecisionLinear(nn.Linear):
         if key not in self._plans:
             self._plans[key] = make_plan(self._state.precision, formats, self.backend, self.layer)
         return self._plans[key]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionLinear:
+        names = [f"{gemm}_{name}" for gemm, coded in self._kept.items() for name in tensors_of(coded)]
+        keep_dtypes(self, names, lambda: super(LowPrecisionLinear, self)._apply(fn, recurse))
+        return self
 
     def kept(self, gemm: Gemm) -> Coded | None:
         """A frozen weight's codes for fprop (W) or dgrad (W transposed)."""

@@ -1,7 +1,7 @@
 """What low-precision training remembers between steps, for all layers at once and in buffers of fixed shape.
 
-The amax of every tensor is recorded in slot 0 of its history as it is quantized, by maximum, so that a micro-batch more or a
-recomputed forward pass changes nothing. Once per optimizer step the histories are rolled and the scales renewed
+The amax of every tensor is staged as it is quantized, by maximum, so that a micro-batch more or a recomputed forward pass
+changes nothing. Once per optimizer step it goes into slot 0 of the history, the scales are renewed and the histories rolled
 (TransformerEngine's delayed scaling):
 
     scale = (MAX / max(history)) / 2^margin;  an amax of 0, Inf or NaN keeps the old one;  an infinite scale becomes FLT_MAX
@@ -13,6 +13,7 @@ and part of the model's state_dict: a resumed run continues with the same bits, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class LowPrecisionState(nn.Module):
         step: int64 [], optimizer steps done.
         skipped: int64 [], steps dropped because of a NaN or Inf.
         identity: uint8 [4096], what the state belongs to; loading another's is an error.
+
+    `staged`, fp32 [L, 3], is no buffer: it is 0 between steps, and DDP would overwrite it with the first rank's within one.
     """
 
     history: torch.Tensor
@@ -54,7 +57,13 @@ class LowPrecisionState(nn.Module):
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
         self.register_buffer("skipped", torch.zeros((), dtype=torch.int64, device=device))
         self.register_buffer("identity", _as_bytes(precision.identity()).to(device))
+        self.staged = torch.zeros(len(names), 3, device=device)
         self.formats = precision.at(0)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionState:
+        keep_dtypes(self, list(self._buffers), lambda: super(LowPrecisionState, self)._apply(fn, recurse))
+        self.staged = self.staged.to(self.history.device)
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` itself: in an `nn.Sequential` the state is one of the modules that are run."""
@@ -63,37 +72,36 @@ class LowPrecisionState(nn.Module):
     def record(self, layer: int, role: int, amax: torch.Tensor) -> None:
         """Note the amax (fp32 scalar) of a tensor of this step; NaN counts as Inf."""
         amax = torch.where(torch.isfinite(amax), amax, float("inf"))
-        slot = self.history[layer, role, 0]
+        slot = self.staged[layer, role]
         slot.copy_(torch.maximum(slot, amax))
 
     def nonfinite(self) -> list[str]:
         """Layers and roles that met a NaN or Inf since the last update, on any rank."""
         self._share()
-        bad = torch.isinf(self.history[..., 0]).nonzero().tolist()
+        bad = torch.isinf(self.staged).nonzero().tolist()
         return [f"{self.names[layer]} ({ROLES[role]})" for layer, role in bad]
 
     def update(self, *, skipped: bool = False) -> None:
         """Close an optimizer step. A skipped one leaves histories and scales as they were and is counted."""
         self._share()
         if skipped:
-            self.history[..., 0] = 0
             self.skipped += 1
         else:
+            self.history[..., 0] = self.staged
             amax = self.history.amax(-1)
             largest = torch.tensor([E4M3.max, E4M3.max, E5M2.max], device=amax.device).expand_as(amax)
             scale = (divide(largest, amax) / 2.0**self.precision.margin).clamp(max=FLT_MAX)
             self.scale.copy_(torch.where(torch.isfinite(amax) & (amax > 0), scale, self.scale))
             self.history.copy_(torch.roll(self.history, -1, -1))
             self.history[..., 0] = 0
+        self.staged.zero_()
         self.step += 1
         self.formats = self.precision.at(int(self.step))
 
     def _share(self) -> None:
         """All ranks scale alike: the largest amax of each."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            staged = self.history[..., 0].contiguous()
-            dist.all_reduce(staged, op=dist.ReduceOp.MAX)
-            self.history[..., 0] = staged
+            dist.all_reduce(self.staged, op=dist.ReduceOp.MAX)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         saved = state_dict.get(prefix + "identity")
@@ -110,6 +118,16 @@ class LowPrecisionState(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.formats = self.precision.at(int(self.step))
+
+
+def keep_dtypes(module: nn.Module, names: list[str], apply: Callable[[], Any]) -> None:
+    """Run `apply`, then undo its casts of the named buffers, bits and all: `model.bfloat16()` means the weights."""
+    before = {name: getattr(module, name) for name in names}
+    apply()
+    for name, old in before.items():
+        new = getattr(module, name)
+        if new.dtype != old.dtype:
+            setattr(module, name, old.to(new.device))
 
 
 def _as_bytes(text: str) -> torch.Tensor:

@@ -38,7 +38,7 @@ def test_delayed_scaling_against_the_rule_step_by_step():
     history, scale = [0.0, 0.0, 0.0], 0.0
     for amax in (1.0, 8.0, 2.0, 0.0, 0.5, 0.0, 0.0, 0.0, 1e-44):
         model(torch.full((2, 16), amax))
-        assert low.state.history[0, 0, 0] == torch.tensor(amax)
+        assert low.state.staged[0, 0] == torch.tensor(amax)
         history[0] = torch.tensor(amax).item()
         top = max(history)
         if top > 0:
@@ -67,7 +67,7 @@ def test_evaluation_records_nothing():
     low = LowPrecision("fp8-delayed")
     model = low.prepare(nn.Sequential(nn.Linear(16, 16))).eval()
     model(torch.randn(4, 16))
-    assert not low.state.history.any()
+    assert not low.state.staged.any()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -166,6 +166,20 @@ def test_a_traced_graph_gives_the_same_bits(tiny, ids, recipe):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
+def test_casting_the_model_leaves_state_and_codes_alone(tiny, ids):
+    model = tiny()
+    model.layers[1].requires_grad_(False)
+    low, optimizer = trainer(model, "fp8-delayed")
+    step(model, optimizer, ids)
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    model.bfloat16()
+    assert model.layers[0].up.weight.dtype == torch.bfloat16
+    after = dict(model.named_buffers())
+    assert before.keys() == after.keys() and any(n.startswith("layers.1.up.fprop") for n in after)
+    assert all(before[n].dtype == after[n].dtype and torch.equal(before[n].float(), after[n].float()) for n in before)
+    assert model(ids).dtype == torch.bfloat16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "nvfp4"])
 def test_a_compiled_model_gives_the_same_bits(recipe):
@@ -178,7 +192,7 @@ def test_a_compiled_model_gives_the_same_bits(recipe):
         model = low.prepare(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)))
         out = (torch.compile(model) if compiled else model)(torch.randn(33, 64))
         out.pow(2).sum().backward()
-        results.append([out.detach(), *(p.grad for p in model.parameters()), low.state.history])
+        results.append([out.detach(), *(p.grad for p in model.parameters()), low.state.staged])
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
@@ -189,15 +203,17 @@ def _rank(rank, world, port, folder):
     torch.manual_seed(0)
     model = Tiny()
     low, optimizer = trainer(model, Precision(recipe="fp8-delayed", history=4))
-    parallel = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    parallel = nn.parallel.DistributedDataParallel(model)  # broadcasts buffers
     generator = torch.Generator().manual_seed(rank)
     for at in range(3):
         ids = torch.randint(50, (2, 8), generator=generator)
         optimizer.zero_grad()
-        out = parallel(ids)
-        if at == 2 and rank == 1:
-            out = out * float("nan")
-        out.pow(2).mean().backward()
+        with parallel.no_sync():
+            out = parallel(ids)
+            if at == 2 and rank == 1:
+                out = out * float("nan")  # in a micro-batch before the last, on one rank
+            out.pow(2).mean().backward()
+        parallel(ids).pow(2).mean().backward()
         optimizer.step()
     torch.save(
         {"scale": low.state.scale, "skipped": low.state.skipped, "weight": model.layers[0].up.weight.detach()},
