@@ -29,6 +29,10 @@ METHODS = {
         Method(name="rtn", paper="rounding to nearest, scale search", cost="seconds, no data", calibrates=False),
         Method(name="gptq", paper="GPTQ, arXiv 2210.17323", cost="1.3 forward passes + one solve per layer"),
         Method(name="awq", paper="AWQ, arXiv 2306.00978", cost="2 forward passes + a grid of 20 per layer"),
+        Method(name="smoothquant", paper="SmoothQuant, arXiv 2211.10438", cost="2 forward passes; for w8a8"),
+        Method(name="hqq", paper="HQQ, Badri and Shaji 2023", cost="seconds, no data", calibrates=False),
+        Method(name="llm_int8", paper="LLM.int8(), arXiv 2208.07339", cost="2 forward passes; w8a8 only"),
+        Method(name="autoround", paper="AutoRound, arXiv 2309.05516", cost="200 steps per block", follows=True),
     )
 }
 

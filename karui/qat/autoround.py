@@ -1,0 +1,183 @@
+"""AutoRound (Cheng et al., arXiv 2309.05516): learn each weight's rounding and each group's scale by signed gradient descent.
+
+    q = clamp(round(W / s' + V)),  s' = s * a;   V in [-1/2, 1/2] per weight, a per group around 1
+    minimise || block(x; q) - block_fp(x_fp) ||^2 per block; update by lr * sign(gradient), lr falling linearly to 0, best step kept
+
+x comes from the already quantized prefix, the target from the unquantized model. Departures: the start may be GPTQ's result (`start`):
+W is then GPTQ's compensated weight, whose rounding already agrees with the Hessian, and the signs of the search's scales are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.func import functional_call
+
+from karui.configs.errors import UnsupportedError
+from karui.configs.quantspec import QuantSpec
+from karui.kernels.qtensor import QTensor
+from karui.kernels.quantize.grid import DTYPES, grouped
+from karui.qat import gptq
+from karui.qat.calibration import Block
+from karui.qat.rtn import RTNConfig, rounded
+from karui.qat.search import weight_error
+from karui.qat.types import LayerReport, MethodConfig
+
+
+class AutoRoundConfig(MethodConfig):
+    """iterations, batch (rows per step); lr: None is 1 / iterations; start: where rounding starts, `gptq` or `rtn` (the paper's);
+    scale_range: how far a may leave 1; lr_scale: step of a as a share of lr."""
+
+    iterations: int = Field(200, ge=1)
+    batch: int = Field(8, ge=1)
+    lr: float | None = Field(None, gt=0)
+    lr_scale: float = Field(0.2, ge=0)
+    scale_range: float = Field(0.3, ge=0, lt=1)
+    start: Literal["gptq", "rtn"] = "gptq"
+
+
+CONFIG = AutoRoundConfig
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+class LearnedRounding:
+    """V and a of one weight; `value()` is differentiable in both, `codes()` is final. The two agree bit for bit."""
+
+    def __init__(self, w: torch.Tensor, start: QTensor) -> None:
+        spec = start.spec
+        if spec.format != "int":
+            raise UnsupportedError(f"AutoRound serves int grids, not {spec}; use rtn for it.")
+        self.spec, self.shape = spec, tuple(w.shape)
+        self.scale = start.scale.float()
+        self.zero = None if start.zero is None else start.zero.float().unsqueeze(-1)
+        self.codes0 = grouped(start.codes.float(), spec)
+        relative = grouped(w, spec) / self.scale.masked_fill(self.scale == 0, 1.0).unsqueeze(-1)
+        if self.zero is not None:
+            relative = relative + self.zero
+        # the starting code is where rounding lands with V = 0: for a start that did not round to nearest the base is moved to it
+        near = relative.round() == self.codes0
+        low, high = spec.code_range
+        inside = (self.codes0 > low) & (self.codes0 < high)
+        self.base = torch.where(
+            near | ~inside, relative.clamp(low - 0.49, high + 0.49), self.codes0 + 0.49 * (relative - self.codes0).clamp(-1, 1)
+        )
+        self.v = torch.zeros_like(self.base, requires_grad=True)
+        self.a = torch.ones_like(self.scale, requires_grad=True)
+
+    def _scale(self) -> torch.Tensor:
+        stored = (self.scale * self.a).to(DTYPES[self.spec.scale_dtype]).float()
+        return self.scale * self.a + (stored - self.scale * self.a).detach()
+
+    def _codes(self, scale: torch.Tensor) -> torch.Tensor:
+        low, high = self.spec.code_range
+        base = self.base if self.zero is None else self.base - self.zero
+        safe = torch.where(scale == 0, torch.ones_like(scale), scale)
+        moved = base * (self.scale / safe).unsqueeze(-1)
+        if self.zero is not None:
+            moved = moved + self.zero
+        return _Round.apply(moved + self.v).clamp(low, high)
+
+    def value(self) -> torch.Tensor:
+        scale = self._scale()
+        codes = self._codes(scale)
+        if self.zero is not None:
+            codes = codes - self.zero
+        return (codes * scale.unsqueeze(-1)).reshape(self.shape)
+
+    @torch.no_grad()
+    def codes(self) -> QTensor:
+        scale = self._scale()
+        codes = self._codes(scale).reshape(self.shape)
+        zero = None if self.zero is None else self.zero.squeeze(-1).to(torch.uint8)
+        return QTensor(
+            codes=codes.to(torch.int8 if self.spec.symmetric else torch.uint8), scale=scale.to(DTYPES[self.spec.scale_dtype]), zero=zero,
+            spec=self.spec, shape=self.shape,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, lr: float, lr_scale: float, reach: float) -> None:
+        for p, rate, low, high in ((self.v, lr, -0.5, 0.5), (self.a, lr * lr_scale, 1 - reach, 1 + reach)):
+            if p.grad is not None:
+                p.sub_(p.grad.sign(), alpha=rate).clamp_(low, high)
+            p.grad = None
+
+
+def targets_of(block: Block) -> torch.Tensor:
+    """Outputs of the unquantized block on the unquantized hidden states, [samples, length, width] fp32."""
+    assert block.targets is not None
+    out = torch.empty_like(block.targets)
+    for rows in block.slices():
+        with torch.no_grad():
+            out[rows] = block.forward(block.targets[rows].to(block.device)).cpu().float()
+    return out
+
+
+@contextmanager
+def gradients(module: nn.Module) -> Iterator[None]:
+    """No gradient for the block's own parameters while rounding is learned."""
+    before = [(p, p.requires_grad) for p in module.parameters()]
+    for p, _ in before:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p, flag in before:
+            p.requires_grad_(flag)
+
+
+def quantize_block(block: Block, config: AutoRoundConfig) -> None:
+    """Learn the rounding of the block's linears together and commit the best step's codes."""
+    block.next_targets = targets_of(block)
+    original = {n: m.weight.detach().float().clone() for n, m in block.linears.items()}
+    starts: dict[str, QTensor] = {}
+    if config.start == "gptq":
+        gptq.quantize_block(block, gptq.GPTQConfig())
+        starts = {n: v for n, v in block.weights.items() if isinstance(v, QTensor)}
+        block.weights.clear()
+        fallen = {r.name: r.fallback for r in block.report}
+        block.report.clear()
+        block.forget()
+    else:
+        starts = {n: rounded(w, block.specs[n], RTNConfig(), n) for n, w in original.items()}
+        fallen = dict.fromkeys(original)
+    learned = {n: LearnedRounding(w, starts[n].to(block.device)) for n, w in original.items()}
+    local = {n: n.removeprefix(f"{block.name}.") for n in learned}
+    generator = block.generator()
+    best, chosen = float("inf"), {n: r.codes() for n, r in learned.items()}
+    samples, lr = len(block.inputs), config.lr or 1 / config.iterations
+    average: float | None = None
+    with gradients(block.module):
+        for i in range(config.iterations):
+            pick = torch.randperm(samples, generator=generator)[: config.batch]
+            x, y = block.inputs[pick].to(block.device), block.next_targets[pick].to(block.device)
+            out = functional_call(block.module, {local[n]: r.value() for n, r in learned.items()}, (x,), block.kwargs)
+            out = out[0] if isinstance(out, tuple) else out
+            loss = (out - y).square().mean()
+            average = float(loss) if average is None else 0.8 * average + 0.2 * float(loss)
+            loss.backward()
+            for r in learned.values():
+                r.step(lr * (1 - i / config.iterations), config.lr_scale, config.scale_range)
+            if average <= best or i == config.iterations - 1:  # a smoothed loss: single batches differ more than steps do
+                best = min(best, average)
+                chosen = {n: r.codes() for n, r in learned.items()} if average <= best else chosen
+    for name, q in chosen.items():
+        error = weight_error(original[name], q)
+        block.commit(
+            name, q,
+            LayerReport(name=name, spec=str(q.spec), method="autoround", error=error, tokens=block.tokens, fallback=fallen.get(name),
+                        note=f"block loss {best:.4g}"),
+        )  # fmt: skip
