@@ -33,7 +33,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise UnsupportedError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}.")
+            raise UnsupportedError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}."
+            )
 
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -44,7 +46,9 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     kind = config.get("model_type", "(missing)")
     if kind not in SUPPORTED:
         raise UnsupportedError(
-            f"model_type {kind!r} is not supported by karui's engine; supported: {', '.join(SUPPORTED)}.{nearest(kind, SUPPORTED)}")
+            f"model_type {kind!r} is not supported by karui's engine; supported: {', '.join(SUPPORTED)}."
+            f"{nearest(kind, SUPPORTED)}"
+        )
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedError(f"hidden_act {config['hidden_act']!r} is not supported; karui's decoder has silu.")
     heads = config["num_attention_heads"]
@@ -55,15 +59,25 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     if (rope.get("rope_type") or rope.get("type") or "default") == "default":
         rope = {}
     return ModelConfig(
-        model_type=kind, vocab_size=config["vocab_size"], hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"], num_layers=layers, num_heads=heads,
+        model_type=kind,
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=layers,
+        num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        norm_eps=config.get("rms_norm_eps", 1e-6), rope_theta=theta, max_context=config["max_position_embeddings"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        max_context=config["max_position_embeddings"],
         tied=config.get("tie_word_embeddings", False),
-        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)), o_bias=kind != "qwen2" and bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)), qk_norm=kind == "qwen3",
-        sliding_window=_windows(config, kind, layers), rope_scaling=rope)
+        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        o_bias=kind != "qwen2" and bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=kind == "qwen3",
+        sliding_window=_windows(config, kind, layers),
+        rope_scaling=rope,
+    )
 
 
 def _windows(config: dict[str, Any], kind: str, layers: int) -> tuple[int | None, ...]:
