@@ -1,0 +1,162 @@
+"""What a recipe would do on a GPU that need not be there: per layer precision, backend, padding, speed-up and memory.
+
+A roofline, not a measurement. A GEMM takes the longer of its arithmetic at the dense peak and its traffic at the memory's rate;
+low precision adds the passes that quantize (each operand read once in 16 bit and written in its own width):
+
+    t = max(2 M N K / peak, bytes / bandwidth) + quantization bytes / bandwidth
+
+Peaks reach only part of the datasheet's on real GPUs, on both sides alike; small layers fare worse than this says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from karui.configs.errors import KaruiError, nearest
+from karui.lowprec.policy import decide, padding
+from karui.lowprec.precision import GEMMS, Gemm, GemmFormat, Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Datasheet limits, dense, with fp32 accumulation: TFLOP/s by operand width (0: not in hardware), GB, TB/s, sm version."""
+
+    name: str
+    sm: int
+    bf16: float
+    fp8: float
+    fp4: float
+    memory_gb: float
+    bandwidth_tb: float
+    source: str
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether MX and NVFP4 GEMMs are in hardware."""
+        return self.sm >= 100
+
+
+GPUS = {
+    g.name: g
+    for g in (
+        Gpu(name="A100", sm=80, bf16=312, fp8=0, fp4=0, memory_gb=80, bandwidth_tb=2.04, source="A100 80GB SXM datasheet"),
+        Gpu(name="L40S", sm=89, bf16=362, fp8=733, fp4=0, memory_gb=48, bandwidth_tb=0.864, source="L40S datasheet"),
+        Gpu(name="H100", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=80, bandwidth_tb=3.35, source="H100 SXM datasheet"),
+        Gpu(name="H200", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=141, bandwidth_tb=4.8, source="H200 SXM datasheet"),
+        Gpu(name="B200", sm=100, bf16=2250, fp8=4500, fp4=9000, memory_gb=180, bandwidth_tb=7.7, source="HGX B200 datasheet"),
+        Gpu(
+            name="RTX 4090",
+            sm=89,
+            bf16=165,
+            fp8=330,
+            fp4=0,
+            memory_gb=24,
+            bandwidth_tb=1.008,
+            source="Ada architecture whitepaper",
+        ),
+        Gpu(
+            name="RTX 5090",
+            sm=120,
+            bf16=209.5,
+            fp8=419,
+            fp4=1676,
+            memory_gb=32,
+            bandwidth_tb=1.792,
+            source="RTX Blackwell architecture whitepaper",
+        ),  # fmt: skip
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """One linear on the planned GPU.
+
+    Attributes:
+        formats: the recipe's, or "high".
+        hardware: what multiplies: "fp8 tensor cores", "fp4 tensor cores", or "emulated in bf16" where the GPU lacks the format.
+        speed_up: of the three GEMMs against bf16; 1 for layers that stay high.
+        saved_bytes: activations kept for the backward pass, 16 bit minus what this layer keeps.
+    """
+
+    name: str
+    formats: str
+    hardware: str
+    reason: str
+    padding: str
+    speed_up: float
+    saved_bytes: int
+
+
+def find_gpu(name: str) -> Gpu:
+    """A GPU by name, however it is cased or spaced. Raises `KaruiError` naming the known ones."""
+    wanted = name.upper().replace(" ", "").replace("-", "").removeprefix("NVIDIA").replace("RTX", "")
+    for gpu in GPUS.values():
+        if gpu.name.upper().replace(" ", "").replace("RTX", "") == wanted:
+            return gpu
+    raise KaruiError(f"GPU {name!r} is not in the table; known: {', '.join(GPUS)}.{nearest(name, GPUS)}")
+
+
+def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -> list[LayerPlan]:
+    """The plan of every linear of `model` (which may be on the meta device) for micro-batches of `tokens` tokens.
+
+    Raises:
+        KaruiError: an unknown GPU, no tokens, or what the layer policy raises.
+    """
+    card = find_gpu(gpu)
+    if tokens < 1:
+        raise KaruiError(f"a plan needs tokens per micro-batch, got {tokens}.")
+    formats = precision.at(0)
+    out = []
+    for name, reason in decide(model, precision).items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        shape = (tokens, linear.in_features, linear.out_features)
+        if reason:
+            out.append(LayerPlan(name=name, formats="high", hardware="bf16 tensor cores", reason=reason, padding="", speed_up=1.0,
+                                 saved_bytes=0))  # fmt: skip
+            continue
+        gemms: tuple[Gemm, ...] = GEMMS if linear.weight.requires_grad else ("fprop", "dgrad")
+        high = sum(_seconds(card, "high", shape) for _ in gemms)
+        low = sum(_seconds(card, formats[g], shape) for g in gemms)
+        lacking = sorted({formats[g] for g in gemms if formats[g] != "high" and not _peak(card, formats[g])})
+        width = {_width(formats[g]) for g in gemms if formats[g] != "high"}
+        shares = precision.operands("fprop", formats["fprop"])[0] == precision.operands("wgrad", formats["wgrad"])[1]
+        kept_as_codes = shares and precision.operands("fprop", formats["fprop"])[0].symmetric and "wgrad" in gemms
+        out.append(
+            LayerPlan(
+                name=name,
+                formats=formats["fprop"] if len(set(formats.values())) == 1 else "/".join(formats[g] for g in GEMMS),
+                hardware="emulated in bf16" if lacking else f"fp{8 * max(width, default=2):.0f} tensor cores",
+                reason=f"{card.name} has no {', '.join(lacking)}" if lacking else f"sm_{card.sm}",
+                padding=padding(linear, precision),
+                speed_up=high / low,
+                saved_bytes=tokens * linear.in_features if kept_as_codes else 0,
+            )
+        )
+    return out
+
+
+def _width(form: GemmFormat) -> float:
+    """Bytes per value."""
+    return 2.0 if form == "high" else 0.5 if form in ("mxfp4", "nvfp4") else 1.0
+
+
+def _peak(gpu: Gpu, form: GemmFormat) -> float:
+    if form == "high":
+        return gpu.bf16
+    if form in ("mxfp8", "mxfp4", "nvfp4"):
+        return (gpu.fp8 if form == "mxfp8" else gpu.fp4) if gpu.block_scaled else 0.0
+    return gpu.fp8 if gpu.fp8 and (form != "fp8-blockwise" or gpu.sm >= 90) else 0.0
+
+
+def _seconds(gpu: Gpu, form: GemmFormat, shape: tuple[int, int, int]) -> float:
+    t, k, n = shape
+    operands, result = t * k + n * k, t * n  # the three GEMMs move the same three matrices, in turn
+    width, peak = _width(form), _peak(gpu, form)
+    quantize = 0.0 if form == "high" else operands * (2 + width) / (gpu.bandwidth_tb * 1e12)
+    if not peak:
+        width, peak = 2.0, gpu.bf16
+    return max(2 * t * k * n / (peak * 1e12), (operands * width + result * 2) / (gpu.bandwidth_tb * 1e12)) + quantize
