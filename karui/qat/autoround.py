@@ -1,7 +1,7 @@
 """AutoRound (Cheng et al., arXiv 2309.05516): learn each weight's rounding and each group's scale by signed gradient descent.
 
     q = clamp(round(W / s' + V)),  s' = s * a;   V in [-1/2, 1/2] per weight, a per group around 1
-    minimise || block(x; q) - block_fp(x_fp) ||^2 per block; update by lr * sign(gradient), lr falling linearly to 0, best step kept
+    minimise || block(x; q) - block_fp(x_fp) ||^2 per block; update by lr * sign(gradient), lr falling linearly to 0, the better of start and end kept
 
 x comes from the already quantized prefix, the target from the unquantized model. Departures: the start may be GPTQ's result (`start`):
 W is then GPTQ's compensated weight, whose rounding already agrees with the Hessian, and the signs of the search's scales are kept.
@@ -139,6 +139,14 @@ def gradients(module: nn.Module) -> Iterator[None]:
             p.requires_grad_(flag)
 
 
+def _loss(block: Block, weights: dict[str, torch.Tensor], pick: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of the block's output with these weights (by name within the block) on the picked rows."""
+    assert block.next_targets is not None
+    out = functional_call(block.module, weights, (block.inputs[pick].to(block.device),), block.kwargs)
+    out = out[0] if isinstance(out, tuple) else out
+    return (out - block.next_targets[pick].to(block.device)).square().mean()
+
+
 def quantize_block(block: Block, config: AutoRoundConfig) -> None:
     """Learn the rounding of the block's linears together and commit the best step's codes."""
     block.next_targets = targets_of(block)
@@ -157,27 +165,29 @@ def quantize_block(block: Block, config: AutoRoundConfig) -> None:
     learned = {n: LearnedRounding(w, starts[n].to(block.device)) for n, w in original.items()}
     local = {n: n.removeprefix(f"{block.name}.") for n in learned}
     generator = block.generator()
-    best, chosen = float("inf"), {n: r.codes() for n, r in learned.items()}
+    starting = {n: r.codes() for n, r in learned.items()}
     samples, lr = len(block.inputs), config.lr or 1 / config.iterations
-    average: float | None = None
     with gradients(block.module):
         for i in range(config.iterations):
             pick = torch.randperm(samples, generator=generator)[: config.batch]
-            x, y = block.inputs[pick].to(block.device), block.next_targets[pick].to(block.device)
-            out = functional_call(block.module, {local[n]: r.value() for n, r in learned.items()}, (x,), block.kwargs)
-            out = out[0] if isinstance(out, tuple) else out
-            loss = (out - y).square().mean()
-            average = float(loss) if average is None else 0.8 * average + 0.2 * float(loss)
+            loss = _loss(block, {local[n]: r.value() for n, r in learned.items()}, pick)
             loss.backward()
             for r in learned.values():
                 r.step(lr * (1 - i / config.iterations), config.lr_scale, config.scale_range)
-            if average <= best or i == config.iterations - 1:  # a smoothed loss: single batches differ more than steps do
-                best = min(best, average)
-                chosen = {n: r.codes() for n, r in learned.items()} if average <= best else chosen
+        judged = torch.arange(
+            min(samples, 4 * config.batch)
+        )  # single batches differ more than steps do: compare on the same rows
+        chosen = {n: r.codes() for n, r in learned.items()}
+        with torch.no_grad():
+            before, after = (
+                float(_loss(block, {local[n]: q.dequantize() for n, q in codes.items()}, judged)) for codes in (starting, chosen)
+            )
+    if after > before:
+        chosen = starting
     for name, q in chosen.items():
         error = weight_error(original[name], q)
         block.commit(
             name, q,
             LayerReport(name=name, spec=str(q.spec), method="autoround", error=error, tokens=block.tokens, fallback=fallen.get(name),
-                        note=f"block loss {best:.4g}"),
+                        note=f"block loss {before:.4g} -> {min(before, after):.4g}"),
         )  # fmt: skip
