@@ -32,6 +32,7 @@ METHODS = {
         Method(name="smoothquant", paper="SmoothQuant, arXiv 2211.10438", cost="2 forward passes; for w8a8"),
         Method(name="hqq", paper="HQQ, Badri and Shaji 2023", cost="seconds, no data", calibrates=False),
         Method(name="llm_int8", paper="LLM.int8(), arXiv 2208.07339", cost="2 forward passes; w8a8 only"),
+        Method(name="rotation", paper="QuaRot 2404.00456, SpinQuant 2405.16406 (R1, R2)", cost="as gptq; unties a tied head"),
         Method(name="autoround", paper="AutoRound, arXiv 2309.05516", cost="200 steps per block", follows=True),
     )
 }
