@@ -1,10 +1,13 @@
 """AutoRound (Cheng et al., arXiv 2309.05516): learn each weight's rounding and each group's scale by signed gradient descent.
 
     q = clamp(round(W / s' + V)),  s' = s * a;   V in [-1/2, 1/2] per weight, a per group around 1
-    minimise || block(x; q) - block_fp(x_fp) ||^2 per block; update by lr * sign(gradient), lr falling linearly to 0, the better of start and end kept
+    minimise || block(x; q) - block_fp(x_fp) ||^2 per block; update by lr * sign(gradient), lr falling linearly to 0, the better
+    of start and end kept
 
-x comes from the already quantized prefix, the target from the unquantized model. Departures: the start may be GPTQ's result (`start`):
-W is then GPTQ's compensated weight, whose rounding already agrees with the Hessian, and the signs of the search's scales are kept.
+x comes from the already quantized prefix, the target from the unquantized model. Departures: the start may be GPTQ's result
+(`start`):
+W is then GPTQ's compensated weight, whose rounding already agrees with the Hessian, and the signs of the search's scales are
+kept.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from torch import nn
 from torch.func import functional_call
 
 from karui.configs.errors import UnsupportedError
-from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize.grid import DTYPES, grouped
 from karui.qat import gptq
@@ -104,8 +106,8 @@ class LearnedRounding:
         codes = self._codes(scale).reshape(self.shape)
         zero = None if self.zero is None else self.zero.squeeze(-1).to(torch.uint8)
         return QTensor(
-            codes=codes.to(torch.int8 if self.spec.symmetric else torch.uint8), scale=scale.to(DTYPES[self.spec.scale_dtype]), zero=zero,
-            spec=self.spec, shape=self.shape,
+            codes=codes.to(torch.int8 if self.spec.symmetric else torch.uint8), scale=scale.to(DTYPES[self.spec.scale_dtype]),
+            zero=zero, spec=self.spec, shape=self.shape,
         )  # fmt: skip
 
     @torch.no_grad()

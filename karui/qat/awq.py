@@ -1,10 +1,12 @@
-"""AWQ (Lin et al., arXiv 2306.00978): scale up the input channels that see large activations before rounding, and scale the activations down.
+"""AWQ (Lin et al., arXiv 2306.00978): scale up the input channels that see large activations before rounding, and scale the
+activations down.
 
     s = mean|x|^alpha per input channel, normalised to sqrt(max s * min s) = 1, alpha on a grid of 20 steps in [0, 1)   (eq. 4, 5)
     W' = W diag(s), x' = x / s; 1 / s is folded into what feeds the linear (see `fold`), so nothing is added at run time
     then the range of each group is searched by the error of the group's own output (section 4, "clip")
 
-The loss of a candidate is || (Q(W s)/s - W) X ||^2 of all linears that share the input, computed from H = X^T X without running the block;
+The loss of a candidate is || (Q(W s)/s - W) X ||^2 of all linears that share the input, computed from H = X^T X without running
+the block;
 the paper's search runs the parent module instead. alpha = 0 (no scaling) is among the candidates, so scaling never loses on it.
 """
 

@@ -4,7 +4,8 @@
     for each block:  the method sees the block's inputs, chooses codes, and writes the dequantized weights into the block
                      hidden <- block(hidden)                     so later blocks see the already quantized prefix
 
-Held at any moment: the model, the hidden states of all rows at ONE block boundary (fp32, samples x length x width x 4 bytes; twice for
+Held at any moment: the model, the hidden states of all rows at ONE block boundary (fp32, samples x length x width x 4 bytes;
+twice for
 methods that also follow the unquantized model), and what the method keeps for one block. With a work folder the hidden states
 lie in a memory-mapped file and every finished block is written there, so that a killed run continues and ends bit-identically.
 
@@ -334,7 +335,8 @@ def block_arguments(model: nn.Module, length: int) -> tuple[list[dict[str, Any]]
 
 
 def check_rows(rows: torch.Tensor, vocab: int, width: int) -> None:
-    """Refuse calibration rows that cannot calibrate: empty, of a wrong form, or fewer tokens than the widest linear has inputs."""
+    """Refuse calibration rows that cannot calibrate: empty, of a wrong form, or fewer tokens than the widest linear has
+    inputs."""
     if rows.ndim != 2 or rows.dtype not in (torch.int64, torch.int32) or rows.numel() == 0:
         raise KaruiError(
             f"calibration rows: expected token ids [samples, length], got {rows.dtype} of shape {tuple(rows.shape)}; "

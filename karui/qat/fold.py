@@ -2,7 +2,8 @@
 
     linear(x) = (W diag(s)) (x / s), and x / s comes for free by dividing the producer's output channels by s.
 
-Producers found in a block: the norm in front of q, k, v and of gate, up; v_proj for o_proj (grouped-query attention repeats each value
+Producers found in a block: the norm in front of q, k, v and of gate, up; v_proj for o_proj (grouped-query attention repeats
+each value
 head, so the factor is shared by the query heads of one value head); up_proj for down_proj. A pair counts only if it is proven
 on the block itself: after folding random factors the block's output must stay what it was.
 """

@@ -1,14 +1,17 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after another, each error made up for by the columns still open.
+"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after another, each error made up for by the columns still
+open.
 
     H = 2/N sum x x^T over the layer's inputs, taken from the already quantized prefix of the model and of the block itself
     U = upper Cholesky factor of (H + damp * mean(diag H) * I)^-1
-    for each input j in order of falling H_jj ("static act-order": the groups' scales are fixed beforehand, in the original order, so
-    the result needs no index of columns):
+    for each input j in order of falling H_jj ("static act-order": the groups' scales are fixed beforehand, in the original
+    order, so the result needs no index of columns):
         q_j = round(w_j),   e = (w_j - q_j) / U_jj,   w_k -= e U_jk for k > j
 
-Blocks of columns are updated lazily (section 3.3). If the factorisation fails the damping grows tenfold, up to `max_damp`; then the layer
+Blocks of columns are updated lazily (section 3.3). If the factorisation fails the damping grows tenfold, up to `max_damp`; then
+the layer
 is rounded to nearest and the report says so. An input that is always zero has no say: its weights are rounded to nearest.
-Departure from the paper: scales come from a search weighted by diag(H) (`scale_search`), and q, k, v (gate, up) share one Hessian.
+Departure from the paper: scales come from a search weighted by diag(H) (`scale_search`), and q, k, v (gate, up) share one
+Hessian.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""HQQ, half-quadratic quantization (Badri and Shaji, 2023, mobiusml.github.io/hqq_blog): calibration free, robust to outlier weights.
+"""HQQ, half-quadratic quantization (Badri and Shaji, 2023, mobiusml.github.io/hqq_blog): calibration free, robust to outlier
+weights.
 
     minimise ||W - deq(q)||_p^p, p < 1, by splitting off an error matrix E:
         E <- shrink(W - deq(q)),  shrink(x) = sign(x) relu(|x| - |x|^(p-1) / beta)          (eq. 4)
         affine:     z <- mean over a group of (q - (W - E) / s)                              (eq. 5)
-        symmetric:  s <- <q, W - E> / <q, q>
+        s <- <q - z, W - E> / <q - z, q - z>
         beta <- kappa beta, until the error stops falling
 
-Departures: our zero points are stored as integers, so z is rounded each round, and symmetric grids, which have none, fit the scale instead.
-The start is the searched scale of RTN (`search`); each group keeps the best of its rounds by the l_p error itself.
+Departures: our zero points are stored as integers, so z is rounded each round and alone would rarely move; the scale is fitted
+too. The start is the searched scale of RTN (`search`); each group keeps the best of its rounds by the l_p error itself.
 """
 
 from __future__ import annotations
@@ -66,11 +67,10 @@ def solve(w: torch.Tensor, spec: QuantSpec, config: HQQConfig) -> QTensor:
         magnitude = delta.abs()
         split = delta.sign() * (magnitude - magnitude.clamp_min(1e-8).pow(config.p - 1) / beta).clamp_min(0)
         target = x - split
+        fitted = ((value * target).sum(-1) / value.square().sum(-1).clamp_min(1e-30)).to(DTYPES[spec.scale_dtype])
+        scale = torch.where((fitted != 0) & torch.isfinite(fitted), fitted, scale)
         if zero is not None:
-            zero = (codes - target / step).mean(-1).round().clamp(0, high).to(torch.uint8)
-        else:
-            fitted = ((value * target).sum(-1) / value.square().sum(-1).clamp_min(1e-30)).to(DTYPES[spec.scale_dtype])
-            scale = torch.where((fitted != 0) & torch.isfinite(fitted), fitted, scale)
+            zero = (codes - target / inverse(scale).unsqueeze(-1)).mean(-1).round().clamp(0, high).to(torch.uint8)
         beta *= config.kappa
     return encode(w, spec, best_scale, best_zero, tuple(w.shape))
 

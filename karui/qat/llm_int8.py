@@ -3,8 +3,8 @@
     x [tokens, in] = outlier columns (any |x| > threshold, 6.0) + the rest
     y = x_rest,int8 W_int8^T  (per-token scale x per-channel scale)   +   x_outlier W_outlier^T in high precision
 
-As in bitsandbytes' inference the weight is stored once, in int8 per output channel, and the outlier columns are multiplied with its
-dequantized values; which columns are outliers is decided anew for every input. `linear` is that product in plain torch;
+As in bitsandbytes' inference the weight is stored once, in int8 per output channel, and the outlier columns are multiplied with
+its dequantized values; which columns are outliers is decided anew for every input. `linear` is that product in plain torch;
 calibration measures how many columns of each layer would take the high-precision path and names them in the report.
 """
 

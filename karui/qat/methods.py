@@ -11,7 +11,8 @@ from karui.configs.errors import KaruiError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """module has `CONFIG` and `quantize_block(block, config)`; calibrates: needs rows; follows: needs the unquantized stream too."""
+    """module has `CONFIG` and `quantize_block(block, config)`; calibrates: needs rows; follows: needs the unquantized stream
+    too."""
 
     name: str
     paper: str

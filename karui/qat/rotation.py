@@ -1,11 +1,15 @@
-"""Rotation (QuaRot, Ashkboos et al., arXiv 2404.00456; SpinQuant R1 and R2, arXiv 2405.16406): orthogonal matrices that cancel in the model.
+"""Rotation (QuaRot, Ashkboos et al., arXiv 2404.00456; SpinQuant R1 and R2, arXiv 2405.16406): orthogonal matrices that cancel
+in the model.
 
     R1 [width, width]  the residual stream is rotated: embedding and every writer's output by R1, every reader's input by R1^T
     R2 [head, head]    values are rotated per head: v_proj's output by R2, o_proj's input by R2^T
 
-An RMS norm commutes with a rotation only once its weight is folded into its readers, the head included. A tied head then differs from the
-embedding, so R1 unties it: logged, reported, and `tie_word_embeddings` becomes false in the result's config; `r1=False` keeps the tie.
-R is a Hadamard matrix with random signs (times a random orthogonal factor for the odd part of the width). GPTQ or rounding follows.
+An RMS norm commutes with a rotation only once its weight is folded into its readers, the head included. A tied head then
+differs from the
+embedding, so R1 unties it: logged, reported, and `tie_word_embeddings` becomes false in the result's config; `r1=False` keeps
+the tie.
+R is a Hadamard matrix with random signs (times a random orthogonal factor for the odd part of the width). GPTQ or rounding
+follows.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ def orthogonal(n: int, generator: torch.Generator) -> torch.Tensor:
     odd = n // power
     factor = torch.linalg.qr(torch.randn(odd, odd, generator=generator, dtype=torch.float64))[0]
     signs = (torch.randint(0, 2, (n,), generator=generator) * 2 - 1).double()
-    return torch.kron(factor, hadamard / power**0.5) * signs
+    return torch.kron(factor.contiguous(), hadamard / power**0.5) * signs
 
 
 def prepare_model(model: nn.Module, config: dict[str, Any], settings: RotationConfig, seed: int) -> list[LayerReport]:
@@ -54,19 +58,20 @@ def prepare_model(model: nn.Module, config: dict[str, Any], settings: RotationCo
         UnsupportedError: a block that is not the llama pattern (two RMS norms, q k v o, gate up down), or norms after a sublayer.
     """
     base, layers, _ = decoder_of(model)
+    kind = str(getattr(model.config, "model_type", "?"))
     generator = torch.Generator().manual_seed(seed)
-    if model.config.model_type not in ("llama", "mistral", "qwen2", "qwen3"):  # type: ignore[union-attr]
-        raise UnsupportedError(f"rotation follows llama, mistral, qwen2 and qwen3, not {model.config.model_type}; use gptq.")  # type: ignore[union-attr]
+    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise UnsupportedError(f"rotation follows llama, mistral, qwen2 and qwen3, not {kind}; use gptq.")
     head_dim = layers[0].self_attn.head_dim  # type: ignore[union-attr, operator]
     for layer in layers:
         attention: Any = layer.self_attn
         if settings.r2:
             r2 = orthogonal(int(head_dim), generator)  # type: ignore[arg-type]
             v, o = attention.v_proj, attention.o_proj
-            _set(v.weight, (r2 @ v.weight.double().view(-1, len(r2), v.in_features)).reshape(v.weight.shape))
+            _set(v.weight, (r2 @ v.weight.double().reshape(-1, len(r2), v.in_features)).reshape(v.weight.shape))
             if v.bias is not None:
-                _set(v.bias, (v.bias.double().view(-1, len(r2)) @ r2.T).reshape(-1))
-            _set(o.weight, (o.weight.double().view(o.out_features, -1, len(r2)) @ r2.T).reshape(o.weight.shape))
+                _set(v.bias, (v.bias.double().reshape(-1, len(r2)) @ r2.T).reshape(-1))
+            _set(o.weight, (o.weight.double().reshape(o.out_features, -1, len(r2)) @ r2.T).reshape(o.weight.shape))
     if not settings.r1:
         return []
     decoder: Any = base

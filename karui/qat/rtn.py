@@ -1,7 +1,8 @@
 """Rounding to nearest, with an optional search of each group's scale; the only method that serves every grid.
 
-Needs no calibration. With `clip_search` (int grids) the range of each group is shrunk until the squared error of its weights is least,
-which at 3 and 2 bits is most of what can be had without data; other grids (FP8, MXFP4, NVFP4, NF4, ternary) have their own fixed rule.
+Needs no calibration. With `clip_search` (int grids) the range of each group is shrunk until the squared error of its weights is
+least, which at 3 and 2 bits is most of what can be had without data; other grids (FP8, MXFP4, NVFP4, NF4, ternary) have their own
+fixed rule.
 """
 
 from __future__ import annotations

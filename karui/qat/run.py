@@ -66,8 +66,8 @@ def quantize_model(
     config = read_config(path)
     model = load(path, dtype)
     return quantize_loaded(
-        model, config, method_name, spec, rows, settings=settings, targets=targets, skip=skip, overrides=overrides, batch=batch, seed=seed,
-        device=device, work=work, progress=progress, source=_source(path),
+        model, config, method_name, spec, rows, settings=settings, targets=targets, skip=skip, overrides=overrides, batch=batch,
+        seed=seed, device=device, work=work, progress=progress, source=_source(path),
     )  # fmt: skip
 
 
@@ -107,7 +107,8 @@ def quantize_loaded(
     rows = _check_rows(rows, chosen, model, specs, layers, prefix)
     facts = {
         "method": chosen.name, "settings": method_config.model_dump(), "spec": str(spec), "seed": seed, "batch": batch,
-        "calibration_tokens": 0 if rows is None else rows.numel(), "calibration_shape": None if rows is None else list(rows.shape),
+        "calibration_tokens": 0 if rows is None else rows.numel(), "calibration_shape": None if rows is None else
+        list(rows.shape),
     }  # fmt: skip
     store = None
     if work is not None:

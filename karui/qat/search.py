@@ -1,7 +1,8 @@
 """Scale (and zero point) of each group by search instead of by range.
 
 A grid that covers the largest value wastes levels on it. For every group the range is shrunk (or, at 2 bits, widened) over a set
-of ratios, the candidate with the smallest weighted squared error wins, then scale and codes are refined in turn: with codes fixed the
+of ratios, the candidate with the smallest weighted squared error wins, then scale and codes are refined in turn: with codes
+fixed the
 best scale is a least-squares fit (the alternating step of HQQ and of BiLLM-style fits). The scale is rounded to its storage dtype
 before its error is measured.
 

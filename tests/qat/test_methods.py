@@ -80,7 +80,7 @@ def test_rotation_leaves_the_logits_alone(kind: str, tied: bool) -> None:
         prepare_model(model, config, RotationConfig(), 0)
         after = model(rows()).logits
     assert not torch.allclose(before_v, model.model.layers[0].self_attn.v_proj.weight)
-    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    assert (after - before).abs().max() <= 1e-4 * before.abs().max()
     assert config["tie_word_embeddings"] is False
 
 
@@ -140,7 +140,7 @@ def test_llm_int8_is_decomposed_as_in_the_paper() -> None:
             total = sum(round(float(x[i, j]) / scale) * int(q.codes[o, j]) for j in rest) * scale * float(q.scale[o, 0])
             wanted[i, o] = total + sum(float(x[i, j]) * float(deq[o, j]) for j in (3, 20))
     torch.testing.assert_close(linear(x, q).double(), wanted, rtol=1e-4, atol=1e-4)
-    exact = x @ w.T
+    exact = x @ q.dequantize().T  # what is left is the activations' rounding alone
     assert (linear(x, q) - exact).norm() < 0.3 * (linear(x, q, threshold=0) - exact).norm()
 
 
@@ -158,12 +158,13 @@ def test_activation_grids() -> None:
     x.grad = None
     fake_quantize_static(x, 0.5).sum().backward()
     assert x.grad is not None and x.grad[0].tolist() == [1.0, 0.0, 1.0]  # -127 lies outside +-63.5
-    with pytest.raises(KaruiError, match="no linear"):
+    with pytest.raises(KaruiError, match="not the weight of a linear"):
         attach(tiny(), {"model.norm.weight": None})
 
 
 def test_hqq_lowers_the_norm_it_minimises() -> None:
-    w = torch.distributions.StudentT(3.0).sample((16, 64))
+    g = torch.Generator().manual_seed(0)
+    w = torch.randn(16, 64, generator=g) / torch.rand(16, 64, generator=g).sqrt().clamp_min(0.1)
     for spec in ("w3g16", "w3g16a"):
         grid = QuantSpec.parse(spec)
         config = hqq.HQQConfig(search=False)
