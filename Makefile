@@ -16,7 +16,6 @@ test-slow: .venv/ready
 
 check: .venv/ready
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
