@@ -190,6 +190,7 @@ def quantize_block(block: Block, config: AutoRoundConfig) -> None:
         error = weight_error(original[name], q)
         block.commit(
             name, q,
-            LayerReport(name=name, spec=str(q.spec), method="autoround", error=error, tokens=block.tokens, fallback=fallen.get(name),
+            LayerReport(name=name, spec=str(q.spec), method="autoround", error=error, tokens=block.tokens,
+                        fallback=fallen.get(name),
                         note=f"block loss {before:.4g} -> {min(before, after):.4g}"),
         )  # fmt: skip

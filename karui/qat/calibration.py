@@ -239,7 +239,7 @@ class Block:
             path = names[id(linear)].rpartition(".")[0]
             if path:
                 pairs.append((self.module.get_submodule(path), linear))
-        outputs: dict[nn.Module, Any] = {}
+        outputs: dict[Any, Any] = {}
         hooks = [m.register_forward_hook(lambda m, a, o: outputs.__setitem__(m, o)) for pair in pairs for m in pair]
         try:
             with torch.no_grad():
@@ -349,6 +349,6 @@ def check_rows(rows: torch.Tensor, vocab: int, width: int) -> None:
         )
     if rows.numel() < width:
         raise KaruiError(
-            f"calibration set too small: {rows.numel()} tokens, but the widest linear has {width} inputs, so its statistics would "
-            f"have no full rank; give at least {width} tokens, better {8 * width}."
+            f"calibration set too small: {rows.numel()} tokens, but the widest linear has {width} inputs, so its statistics "
+            f"would have no full rank; give at least {width} tokens, better {8 * width}."
         )

@@ -125,9 +125,7 @@ def accumulate(
         counts[i] += x.shape[0]
     for i, group in enumerate(stage):
         if not torch.isfinite(grams[i].diagonal()).all():
-            raise KaruiError(
-                f"{group.names[0]}: its inputs hold NaN or infinite values on the calibration rows; {block.diagnose(block.slices()[0])}"
-            )
+            raise KaruiError(f"{group.names[0]}: its inputs hold NaN or infinite values; {block.diagnose(block.slices()[0])}")
         upper = grams[i].triu_()
         grams[i] = (upper + upper.triu(1).T).mul_(2.0 / max(counts[i], 1))
     return grams, counts

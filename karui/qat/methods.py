@@ -35,6 +35,9 @@ METHODS = {
         Method(name="llm_int8", paper="LLM.int8(), arXiv 2208.07339", cost="2 forward passes; w8a8 only"),
         Method(name="rotation", paper="QuaRot 2404.00456, SpinQuant 2405.16406 (R1, R2)", cost="as gptq; unties a tied head"),
         Method(name="autoround", paper="AutoRound, arXiv 2309.05516", cost="200 steps per block", follows=True),
+        Method(
+            name="block_ap", paper="EfficientQAT phase 1, arXiv 2407.11062", cost="2 epochs of training per block", follows=True
+        ),
     )
 }
 

@@ -6,7 +6,7 @@ fixed the
 best scale is a least-squares fit (the alternating step of HQQ and of BiLLM-style fits). The scale is rounded to its storage dtype
 before its error is measured.
 
-    error = sum_j weight_j (w_j - q_j)^2         weight: None (plain), or the mean square of input j (the diagonal of GPTQ's Hessian)
+    error = sum_j weight_j (w_j - q_j)^2         weight: None, or the mean square of input j (diag of GPTQ's Hessian)
 
 A symmetric grid has one code more on the negative side. A negative scale moves it to the positive side (llama.cpp's Q4_0 does the
 same); `signed` lets the search use that freedom, worth most at 2 bits.

@@ -56,7 +56,8 @@ def quantize_block(block: Block, config: SmoothQuantConfig) -> None:
         note = f"{notes.get(name, '')}static activation scale {float(largest[targeted[name]].max()) / 127:.6g}"
         block.commit(
             name, q,
-            LayerReport(name=name, spec=str(q.spec), method="smoothquant", error=weight_error(w, q), tokens=block.tokens, note=note),
+            LayerReport(name=name, spec=str(q.spec), method="smoothquant", error=weight_error(w, q),
+                        tokens=block.tokens, note=note),
         )  # fmt: skip
 
 

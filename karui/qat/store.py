@@ -42,7 +42,8 @@ class Store:
                 raise CorruptError(f"{state} is not readable; delete the folder {folder} to start anew.") from error
             if found != mark:
                 raise KaruiError(
-                    f"{folder} holds the calibration of another model, data set, method or setting; delete it or name another folder."
+                    f"{folder} holds the calibration of another model, data set, method or setting; "
+                    "delete it or name another folder."
                 )
         elif any(folder.iterdir()):
             raise KaruiError(f"{folder} is not empty and holds no calibration state; name an empty folder.")

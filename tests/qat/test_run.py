@@ -14,7 +14,7 @@ from karui.qat.methods import METHODS
 from karui.qat.run import quantize_model
 from tests.qat.conftest import rows, run, tiny
 
-QUICK = {"autoround": {"iterations": 3}, "efficientqat": {"epochs": 1}}
+QUICK = {"autoround": {"iterations": 3}, "block_ap": {"epochs": 1}}
 NAMES = list(METHODS)
 
 
