@@ -65,7 +65,7 @@ def quantize_block(block: Block, config: AWQConfig) -> None:
         if alpha > 0:
             pair.fold(s, block.linears_all)
             grams[group] = grams[group] / s[:, None] / s[None, :]
-            block.weights[pair.producer] = pair.module.weight.detach().cpu().clone()  # type: ignore[operator, union-attr]
+            block.weights[pair.producer] = pair.module.weight.detach().cpu().clone()  # type: ignore[operator]
             used |= dict.fromkeys(readers, f"alpha {alpha:.2f} folded into {pair.producer}")
     for group, gram in grams.items():
         for name in group.names:

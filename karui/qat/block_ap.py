@@ -1,11 +1,11 @@
-"""Block-AP, the first phase of EfficientQAT (Chen et al., arXiv 2407.11062): all parameters of one block's grids trained against its output.
+"""Block-AP, the first phase of EfficientQAT (Chen et al., arXiv 2407.11062): a block's weights and scales trained on its output.
 
     q = clamp(round(W / s + z)),  value = (q - z) s;   W and s train (rounding straight through, so s gets LSQ's gradient)
     minimise || block(x; value) - block_fp(x_fp) ||^2 over the calibration rows, x from the already quantized prefix
 
-AdamW without decay, lr of scales 1e-4, of weights 1e-5 (2 bit: 2e-5), cosine to 1/20, gradient norm clipped to 0.3. Departures: the start is
-GPTQ's result; zero points stay as they are; scales are relative to their start, so that their lr does not depend on the weights' size.
-The better of start and end, on the same rows, is committed. The second phase, E2E-QP, is not part of this file.
+AdamW without decay, lr of scales 1e-4, of weights 1e-5 (2 bit: 2e-5), cosine to 1/20, gradient norm clipped to 0.3. Departures: the start
+is GPTQ's result; zero points stay as they are; scales train relative to their start, so that their lr does not depend on
+the weights' size. The better of start and end, on the same rows, is committed. The second phase, E2E-QP, is not part of this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from karui.qat.types import LayerReport, MethodConfig
 
 
 class BlockAPConfig(MethodConfig):
-    """epochs over the rows, batch rows per step; lr_scale, lr_weight (None: 1e-5, at 2 bit 2e-5; in weight units); clip: gradient norm."""
+    """epochs over the rows, batch rows per step; lr_scale, lr_weight (None: 1e-5, at 2 bit 2e-5);
+    clip: largest gradient norm."""
 
     epochs: int = Field(2, ge=1)
     batch: int = Field(2, ge=1)

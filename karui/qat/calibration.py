@@ -251,8 +251,9 @@ class Block:
         for parent, linear in pairs:
             out = outputs.get(parent)
             as_tuple = isinstance(out, tuple)
-            value = out[0] if as_tuple else out
-            if value is outputs[linear] and (not as_tuple or all(v is None for v in out[1:])):
+            value: Any = out[0] if isinstance(out, tuple) else out
+            whole = not isinstance(out, tuple) or (len(out) == 2 and out[1] is None)
+            if value is not None and value is outputs.get(linear) and whole:
                 self._replay[parent] = (linear, [], as_tuple)
 
     @contextlib.contextmanager
@@ -264,7 +265,7 @@ class Block:
                 def forward(*_: Any, x: Any = kept[index], linear: Any = linear, as_tuple: bool = as_tuple, **__: Any) -> Any:
                     return (linear(x), None) if as_tuple else linear(x)
 
-                parent.forward = forward  # type: ignore[method-assign]
+                parent.forward = forward
                 patched.append(parent)
         try:
             yield
@@ -275,7 +276,8 @@ class Block:
 
 def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, str]:
     """The decoder stack of a transformers causal LM, its blocks, and the blocks' name prefix (`model.layers`)."""
-    base: Any = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
+    get: Any = getattr(model, "get_decoder", None)
+    base: Any = get() if get is not None else getattr(model, "model", None)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise KaruiError(

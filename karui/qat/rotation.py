@@ -62,11 +62,12 @@ def prepare_model(model: nn.Module, config: dict[str, Any], settings: RotationCo
     generator = torch.Generator().manual_seed(seed)
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):
         raise UnsupportedError(f"rotation follows llama, mistral, qwen2 and qwen3, not {kind}; use gptq.")
-    head_dim = layers[0].self_attn.head_dim  # type: ignore[union-attr, operator]
+    first: Any = layers[0]
+    head_dim = first.self_attn.head_dim
     for layer in layers:
         attention: Any = layer.self_attn
         if settings.r2:
-            r2 = orthogonal(int(head_dim), generator)  # type: ignore[arg-type]
+            r2 = orthogonal(int(head_dim), generator)
             v, o = attention.v_proj, attention.o_proj
             _set(v.weight, (r2 @ v.weight.double().reshape(-1, len(r2), v.in_features)).reshape(v.weight.shape))
             if v.bias is not None:

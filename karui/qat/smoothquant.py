@@ -38,7 +38,7 @@ def quantize_block(block: Block, config: SmoothQuantConfig) -> None:
     targeted = {n: g for g in largest for n in g.names}
     notes: dict[str, str] = {}
     for pair in pairs(block, all_groups(block)):
-        if pair.module.weight.ndim != 1 and not config.everywhere:  # type: ignore[union-attr, operator]
+        if pair.module.weight.ndim != 1 and not config.everywhere:
             continue
         if any(n not in targeted for n in pair.consumers):
             continue
@@ -48,7 +48,7 @@ def quantize_block(block: Block, config: SmoothQuantConfig) -> None:
         s = pair.share(s)
         pair.fold(s, block.linears_all)
         largest[group] = largest[group] / s
-        block.weights[pair.producer] = pair.module.weight.detach().cpu().clone()  # type: ignore[operator, union-attr]
+        block.weights[pair.producer] = pair.module.weight.detach().cpu().clone()  # type: ignore[operator]
         notes |= dict.fromkeys(pair.consumers, f"smoothed into {pair.producer}; ")
     for name, linear in block.linears.items():
         w = linear.weight.detach().float()
