@@ -4,8 +4,8 @@
     minimise || block(x; value) - block_fp(x_fp) ||^2 over the calibration rows, x from the already quantized prefix
 
 AdamW without decay, lr of scales 1e-4, of weights 1e-5 (2 bit: 2e-5), cosine to 1/20, gradient norm clipped to 0.3. Departures:
-the start is GPTQ's result; zero points stay as they are; scales train relative to their start, so that their lr does not depend on
-the weights' size. The better of start and end, on the same rows, is committed. The second phase, E2E-QP, is not part of this file.
+the start is GPTQ's result; zero points stay as they are; scales train relative to their start, so their lr does not depend on
+the weights' size. The better of start and end, on the same rows, is committed. The second phase, E2E-QP, is not in this file.
 """
 
 from __future__ import annotations
