@@ -41,8 +41,10 @@ class FusedLoraLinear(PeftLoraLinear):
             return None
         if self.training and not isinstance(self.lora_dropout[adapter], nn.Identity):
             return None
-        frozen = isinstance(self.base_layer, QuantizedLinear) or not self.base_layer.weight.requires_grad
-        return adapter if frozen else None
+        # Exact types: a subclass of nn.Linear (a low-precision layer, say) computes something else than x W^T.
+        if type(self.base_layer) is QuantizedLinear:
+            return adapter
+        return adapter if type(self.base_layer) is nn.Linear and not self.base_layer.weight.requires_grad else None
 
 
 class _Weight:
