@@ -46,7 +46,8 @@ def test_distribution_equals_transformers(seed, vocab, temperature, top_k, top_p
     ours, theirs = distribution(logits, params, history[:4], history[4:]), by_transformers(logits, params, history)
     differing = np.flatnonzero((ours > 0) != (theirs > 0))
     # A token on the very border of the nucleus may fall either way by rounding; the mass it carries is all that may differ.
-    assert len(differing) <= 1
+    # With top_p within rounding of 1 or of a cumulative sum, tokens that weigh less than fp32 can tell may fall with it.
+    assert np.sort(np.maximum(ours, theirs)[differing])[:-1].sum() <= 1e-6
     allowed = max(ours[differing].sum(), theirs[differing].sum()) * 2 + 1e-5
     assert np.abs(ours - theirs).sum() <= allowed
 
