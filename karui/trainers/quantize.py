@@ -38,6 +38,7 @@ def quantize_to_bundle(
 
     from karui.catalogue import resolve
     from karui.inference.bundle.writer import write
+    from karui.inference.evaluate.memory import disk_bytes
     from karui.kernels.quantize import quantize
     from karui.qat.methods import method as find_method
     from karui.qat.run import quantize_model
@@ -73,18 +74,17 @@ def quantize_to_bundle(
         tied=tied,
         parity=make_gate(folder, lambda _: quantized_model(result.config, dense)),
     )
-    size = sum(p.stat().st_size for p in output.rglob("*") if p.is_file())
-    console.print(f"{output}: {size / 1e6:.1f} MB, parity {json.dumps(manifest.parity)}")
+    console.print(f"{output}: {disk_bytes(output) / 1e6:.1f} MB, parity {json.dumps(manifest.parity)}")
     return manifest
 
 
 def _rows(folder: Path, text: Path, samples: int, length: int) -> Any:
     import torch
-    from transformers import AutoTokenizer
 
+    from karui.catalogue import load_tokenizer
     from karui.inference.evaluate.scoring import read_text
 
-    ids = AutoTokenizer.from_pretrained(folder)(read_text(text), add_special_tokens=False, verbose=False)["input_ids"]
+    ids = load_tokenizer(folder)(read_text(text), add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < samples * length:
         raise KaruiError(f"{text} holds {len(ids)} tokens; {samples} samples of {length} need {samples * length}. Ask for fewer.")
     return torch.tensor(ids[: samples * length]).view(samples, length)

@@ -14,7 +14,6 @@ Embedding and head go out in high precision (their dequantized values): the load
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,8 +26,8 @@ from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.inference.bundle.layout import check_finite
 from karui.inference.bundle.reader import Opened, SafetensorsFiles, Weight, weight_files
-from karui.inference.bundle.staging import copy_file, fsync, save_text, staged
-from karui.inference.bundle.writer import TOKENIZER_FILES
+from karui.inference.bundle.staging import staged
+from karui.inference.bundle.writer import save_hf_folder
 from karui.kernels.pack import pack, unpack
 from karui.kernels.qtensor import QTensor
 
@@ -72,14 +71,7 @@ def write(source: Opened, target: str | Path, *, dtype: str = "float32") -> Path
     config.pop("torch_dtype", None)
     needed = sum(t.nbytes for t in stored.values()) + 16_000_000
     with staged(target, needed) as folder:
-        from safetensors.torch import save_file
-
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-        fsync(folder / "model.safetensors")
-        save_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-        for file in TOKENIZER_FILES:
-            if (source.tokenizer_path / file).is_file():
-                copy_file(source.tokenizer_path / file, folder / file)
+        save_hf_folder(folder, stored, config, source.tokenizer_path)
         _compare(source, read(folder))
     return target
 

@@ -8,7 +8,6 @@ Written for AutoBitLinear, so that the stored scale is the bundle's; both are re
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.inference.bundle.layout import check_finite, to_parts
 from karui.inference.bundle.reader import Opened, SafetensorsFiles, Weight, weight_files
-from karui.inference.bundle.staging import copy_file, fsync, save_text, staged
-from karui.inference.bundle.writer import TOKENIZER_FILES
+from karui.inference.bundle.staging import staged
+from karui.inference.bundle.writer import save_hf_folder
 from karui.kernels.qtensor import QTensor
 
 METHOD = "bitnet"
@@ -63,14 +62,7 @@ def write(source: Opened, target: str | Path) -> Path:
     config = {**source.config, "dtype": "float32", "quantization_config": quantization}
     config.pop("torch_dtype", None)
     with staged(target, sum(t.nbytes for t in stored.values()) + 16_000_000) as folder:
-        from safetensors.torch import save_file
-
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-        fsync(folder / "model.safetensors")
-        save_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-        for file in TOKENIZER_FILES:
-            if (source.tokenizer_path / file).is_file():
-                copy_file(source.tokenizer_path / file, folder / file)
+        save_hf_folder(folder, stored, config, source.tokenizer_path)
         _compare(source, read(folder))
     return target
 

@@ -133,6 +133,18 @@ def write(
     return manifest
 
 
+def save_hf_folder(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], tokenizer_dir: Path) -> None:
+    """Fill a staged folder as Hugging Face lays a model out: model.safetensors, config.json, the tokenizer's files."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fsync(folder / "model.safetensors")
+    save_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    for file in TOKENIZER_FILES:
+        if (tokenizer_dir / file).is_file():
+            copy_file(tokenizer_dir / file, folder / file)
+
+
 def sha256_tensor(tensor: torch.Tensor) -> str:
     """sha256 of the tensor's bytes as safetensors stores them: contiguous, little endian."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
