@@ -12,6 +12,8 @@ the paper's search runs the parent module instead. alpha = 0 (no scaling) is amo
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from pydantic import Field
 
@@ -26,15 +28,19 @@ from karui.qat.gptq import accumulate, output_error
 from karui.qat.search import encode, search_scale
 from karui.qat.types import LayerReport, MethodConfig
 
+log = logging.getLogger(__name__)
+
 
 class AWQConfig(MethodConfig):
     """grid: values of alpha tried; clip_search: search each group's range by its output error, else by absmax;
-    steps: ratios tried for it; signed_scale: see RTN."""
+    steps: ratios tried for it; signed_scale: see RTN; min_tokens: an expert that saw fewer tokens than this gets its scales from
+    the weight alone and is named."""
 
     grid: int = Field(20, ge=2)
     clip_search: bool = True
     steps: int = Field(16, ge=2)
     signed_scale: bool = True
+    min_tokens: int = Field(256, ge=1)
 
 
 CONFIG = AWQConfig
@@ -72,8 +78,9 @@ def quantize_block(block: Block, config: AWQConfig) -> None:
             w = block.linears[name].weight.detach().float()
             spec = block.specs[name]
             fallback = None
-            if counts[group] == 0:
-                fallback = "rtn: no token reached it"
+            if counts[group] < (config.min_tokens if group.routed else 1):
+                fallback = f"rtn: only {counts[group]} of {block.tokens} tokens reached it, {config.min_tokens} needed"
+                log.warning("%s: %s", name, fallback)
                 scale, zero = search_scale(w, spec)
             elif config.clip_search:
                 scale, zero = clip(w, spec, gram, config)

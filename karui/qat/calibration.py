@@ -27,9 +27,11 @@ from torch import nn
 from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
+from karui.qat.experts import is_expert
 from karui.qat.types import LayerReport
 
 log = logging.getLogger(__name__)
+_EXPERT_OUT = ("down_proj", "w2")  # reads what the expert's other linears computed
 
 
 class _Stop(Exception):
@@ -126,7 +128,8 @@ class Block:
     def stages(self) -> list[Stage]:
         """Linears in execution order, grouped by the tensor they read; found by running one row, not by their names.
 
-        Linears that see fewer tokens than the block (experts) come in one stage together; those never run are in it too.
+        Linears that see only some of the tokens (experts) come together: first all that read the experts' input, then all that
+        read what those computed. Those never run in the probe are among the first unless their name says otherwise.
         """
         seen: list[tuple[str, torch.Tensor, int]] = []
         hooks = [
@@ -145,17 +148,21 @@ class Block:
         routed: dict[int, list[str]] = {}
         last: torch.Tensor | None = None
         for name, x, tokens in seen:
-            if tokens != whole:
+            if tokens != whole or is_expert(name):
                 routed.setdefault(id(x), []).append(name)
             elif x is last:
                 stages[-1] = (Group((*stages[-1][0].names, name)),)
             else:
                 stages.append((Group((name,)),))
                 last = x
-        missing = [n for n in self.linears if n not in {s[0] for s in seen}]
-        groups = [tuple(v) for v in routed.values()] + [(n,) for n in missing]
-        if groups:
-            stages.append(tuple(Group(g, routed=True) for g in groups))
+        missing: dict[str, list[str]] = {}  # gate and up of an expert that the probe did not reach share their input, too
+        for n in self.linears:
+            if n not in {s[0] for s in seen}:
+                expert, _, part = n.removesuffix(".weight").rpartition(".")
+                missing.setdefault(f"{expert}.down" if part in _EXPERT_OUT else expert, []).append(n)
+        groups = [Group(tuple(v), routed=True) for v in (*routed.values(), *missing.values())]
+        outer = tuple(g for g in groups if g.names[0].removesuffix(".weight").rpartition(".")[2] in _EXPERT_OUT)
+        stages += [stage for stage in (tuple(g for g in groups if g not in outer), outer) if stage]
         self._find_replays(stages)
         return stages
 

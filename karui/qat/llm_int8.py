@@ -46,7 +46,9 @@ def linear(x: torch.Tensor, q: QTensor, threshold: float = 6.0) -> torch.Tensor:
 
 def quantize_block(block: Block, config: LLMInt8Config) -> None:
     """Round to int8 per channel; count the outlier columns of each linear's inputs."""
-    maxima = {n: peak for group, peak in channel_maxima(block).items() for n in group.names}
+    largest, seen = channel_maxima(block)
+    maxima = {n: peak for group, peak in largest.items() for n in group.names}
+    tokens = {n: count for group, count in seen.items() for n in group.names}
     for name, module in block.linears.items():
         spec = block.specs[name]
         if (
@@ -64,5 +66,5 @@ def quantize_block(block: Block, config: LLMInt8Config) -> None:
         note = f"{len(columns)} of {len(maxima[name])} columns beyond {config.threshold:g}" + (f": {shown}" if columns else "")
         block.commit(
             name, q,
-            LayerReport(name=name, spec=str(spec), method="llm_int8", error=weight_error(w, q), tokens=block.tokens, note=note),
+            LayerReport(name=name, spec=str(spec), method="llm_int8", error=weight_error(w, q), tokens=tokens[name], note=note),
         )  # fmt: skip

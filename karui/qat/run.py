@@ -18,6 +18,7 @@ from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import group_sizes
 from karui.qat.calibration import Block, HiddenStates, block_arguments, check_rows, decoder_of
+from karui.qat.experts import is_router, unfuse
 from karui.qat.methods import Method, method
 from karui.qat.store import Store, fingerprint
 from karui.qat.types import LayerReport, MethodConfig, QuantizedModel
@@ -89,13 +90,18 @@ def quantize_loaded(
     progress: Progress | None = None,
     source: Any = None,
 ) -> QuantizedModel:
-    """`quantize_model` on a transformers model in memory, which is changed in place: afterwards it computes with the result."""
+    """`quantize_model` on a transformers model in memory, which is changed in place: afterwards it computes with the result.
+
+    Fused experts are taken apart first (`karui.qat.experts`), so their weights appear expert by expert.
+    """
     started = time.perf_counter()
     chosen, settings_ = method(method_name), dict(settings or {})
     module = chosen.load()
     method_config: MethodConfig = module.CONFIG.build(settings_)
     spec = QuantSpec.parse(spec) if isinstance(spec, str) else spec
     refuse_quantized(model, config)
+    if fused := unfuse(model):
+        log.info("%d fused mixtures of experts taken apart, so that each expert is quantized on its own", len(fused))
     device = torch.device(device)
     base, layers, prefix = decoder_of(model)
     model.eval().requires_grad_(False)
@@ -135,7 +141,11 @@ def quantize_loaded(
     for name, value in model.named_modules():
         weight = f"{name}.weight"
         if isinstance(value, (nn.Linear, nn.Embedding)) and weight not in named:
-            why = "tied to the embedding" if weight == tied else "outside the targets"
+            why = (
+                "tied to the embedding" if weight == tied
+                else "router: small, and its choices are sensitive to rounding" if is_router(name)
+                else "outside the targets"
+            )  # fmt: skip
             report.append(LayerReport(name=weight, spec="none", method=chosen.name, note=why))
     facts["seconds"] = round(time.perf_counter() - started, 2)
     return QuantizedModel(weights=weights, report=report + notes, config=config, facts=facts)
@@ -250,7 +260,7 @@ def choose(
     overrides: Mapping[str, QuantSpec | str],
 ) -> dict[str, QuantSpec]:
     """Weight name -> grid for every targeted linear of the blocks; all patterns must match something, all groups must divide."""
-    linears = {f"{prefix}.{n}": m for n, m in layers.named_modules() if isinstance(m, nn.Linear)}
+    linears = {f"{prefix}.{n}": m for n, m in layers.named_modules() if isinstance(m, nn.Linear) and not is_router(n)}
 
     def matching(pattern: str) -> list[str]:
         if pattern == "all-linear":

@@ -5,7 +5,8 @@
 Maxima run over the calibration tokens and over all linears that read the tensor. Afterwards weights are rounded to nearest on
 the given grid (w8a8, the paper's; any other works) and activations are quantized per token at run time when the spec says a8.
 As in the paper only norms take factors (`everywhere` also uses v_proj and up_proj, see `fold`).
-The report's note holds each linear's static activation scale, max|X / s| / 127, for runtimes that want one.
+The report holds each linear's static activation scale, max|X / s| / 127, for runtimes that want one. An expert's inputs are not
+smoothed: its norm also feeds the router, which has no say in the factors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CONFIG = SmoothQuantConfig
 
 def quantize_block(block: Block, config: SmoothQuantConfig) -> None:
     """Fold the block's factors, then round its linears."""
-    largest = channel_maxima(block)
+    largest, tokens = channel_maxima(block)
     targeted = {n: g for g in largest for n in g.names}
     notes: dict[str, str] = {}
     for pair in pairs(block, all_groups(block)):
@@ -49,15 +50,16 @@ def quantize_block(block: Block, config: SmoothQuantConfig) -> None:
         pair.fold(s, block.linears_all)
         largest[group] = largest[group] / s
         block.weights[pair.producer] = pair.module.weight.detach().cpu().clone()  # type: ignore[operator]
-        notes |= dict.fromkeys(pair.consumers, f"smoothed into {pair.producer}; ")
+        notes |= dict.fromkeys(pair.consumers, f"smoothed into {pair.producer}")
     for name, linear in block.linears.items():
         w = linear.weight.detach().float()
         q = rounded(w, block.specs[name], RTNConfig(clip_search=config.clip_search), name)
-        note = f"{notes.get(name, '')}static activation scale {float(largest[targeted[name]].max()) / 127:.6g}"
+        seen, scale = tokens[targeted[name]], float(largest[targeted[name]].max()) / 127
         block.commit(
             name, q,
-            LayerReport(name=name, spec=str(q.spec), method="smoothquant", error=weight_error(w, q),
-                        tokens=block.tokens, note=note),
+            LayerReport(name=name, spec=str(q.spec), method="smoothquant", error=weight_error(w, q), tokens=seen,
+                        note=notes.get(name, "") if seen else "no token reached it: no static activation scale",
+                        activation_scale=scale if scale > 0 else None),
         )  # fmt: skip
 
 
@@ -67,13 +69,17 @@ def factors(x_max: torch.Tensor, w_max: torch.Tensor, alpha: float) -> torch.Ten
     return torch.where((x_max == 0) | (w_max == 0), torch.ones_like(s), s).clamp(1e-4, 1e4)
 
 
-def channel_maxima(block: Block) -> dict[Group, torch.Tensor]:
-    """max|x| per input channel of every group over all calibration tokens, the block still unquantized."""
+def channel_maxima(block: Block) -> tuple[dict[Group, torch.Tensor], dict[Group, int]]:
+    """max|x| per input channel of every group over all calibration tokens, and their number, the block still unquantized."""
     found: dict[Group, torch.Tensor] = {}
+    tokens: dict[Group, int] = {}
     for stage in block.stages():
         for group in stage:
             found[group] = torch.zeros(block.linears[group.names[0]].in_features, device=block.device)
+            tokens[group] = 0
         for group, x in block.capture(stage):
-            found[group] = torch.maximum(found[group], x.detach().float().abs().amax(0))
+            if len(x):
+                found[group] = torch.maximum(found[group], x.detach().float().abs().amax(0))
+            tokens[group] += len(x)
     block.forget()
-    return found
+    return found, tokens

@@ -46,6 +46,7 @@ class LayerReport:
             (`error_of` is "output"), else of the weight itself ("weight"); None when nothing was quantized.
         tokens: calibration tokens that reached the layer; 0 when the method needs none.
         fallback: None, or what was used instead and why.
+        activation_scale: static scale of the linear's input, absmax over the calibration tokens / 127, when the method found one.
         note: further facts in words (damping used, outlier columns, a tied weight, ...).
     """
 
@@ -57,6 +58,7 @@ class LayerReport:
     tokens: int = 0
     fallback: str | None = None
     note: str = ""
+    activation_scale: float | None = None
 
     def dump(self) -> dict[str, Any]:
         return asdict(self)

@@ -19,6 +19,8 @@ from karui.configs.quantspec import QuantSpec
 if TYPE_CHECKING:
     import torch
 
+    from karui.kernels.qtensor import QTensor
+
 BOUND = 2e-3
 """Largest difference of a token's logprob (natural log) that fp32 rounding may cause."""
 NATIVE_BOUND = 0.5
@@ -68,8 +70,12 @@ def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any]) -> Calla
     return gate
 
 
-def merged_model(source: Path, manifest: Manifest, *, adapter: Path | None, base_spec: QuantSpec | None) -> Any:
-    """Transformers' fp32 model of `source`, its adapter merged and its weights on the manifest's grids, dequantized."""
+def merged_model(source: Path, manifest: Manifest, *, adapter: Path | None, base_spec: QuantSpec | None,
+                 quantized: Mapping[str, QTensor] | None = None) -> Any:
+    """Transformers' fp32 model of `source`, its adapter merged and its weights on the manifest's grids, dequantized.
+
+    Weights in `quantized` are the values of those codes.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -85,6 +91,9 @@ def merged_model(source: Path, manifest: Manifest, *, adapter: Path | None, base
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             w = parameter.data
+            if quantized is not None and name in quantized:
+                parameter.data.copy_(quantized[name].dequantize())
+                continue
             if lora is not None and lora.changes(name):
                 if base_spec is not None and base_spec.format != "none":
                     w = quantize(w, base_spec, name=name).dequantize()
@@ -101,9 +110,12 @@ def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor]) -
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from karui.qat.experts import unfuse
+
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     ).eval()
+    unfuse(model)
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             parameter.data.copy_(dense[name])

@@ -39,14 +39,16 @@ def quantize_to_bundle(
     from karui.catalogue import resolve
     from karui.inference.bundle.writer import write
     from karui.inference.evaluate.memory import disk_bytes
+    from karui.inference.models.config import from_hf
     from karui.kernels.quantize import quantize
     from karui.qat.methods import method as find_method
-    from karui.qat.run import quantize_model
+    from karui.qat.run import quantize_model, read_config
     from karui.trainers.parity import make_gate, quantized_model
 
     find_method(method)
     console = Console(highlight=False)
     folder = resolve(model)
+    from_hf(read_config(folder))  # a model the engine cannot run is refused before the work, not after it
     rows = _rows(folder, calibration, samples, length) if calibration is not None else None
     with Progress(console=console) as bar:
         task = bar.add_task(f"{method} {spec}")

@@ -1,0 +1,100 @@
+"""Fused experts taken apart: one linear per projection and expert, so that every method sees and quantizes them like any other.
+
+transformers 5 keeps the experts of a mixture as two 3-D parameters, `gate_up_proj` [experts, 2 f, h] and `down_proj`
+[experts, h, f]. They are no `nn.Linear`, so a search for linears passes them by, and most of the model would silently stay in
+high precision.
+
+    unfuse: mlp.experts.gate_up_proj, mlp.experts.down_proj  ->  mlp.experts.{e}.gate_proj / up_proj / down_proj.weight
+
+The new weights are views of the old parameters: no memory is added. The names are those of the qwen2_moe family's
+checkpoints on disk (mixtral's own files say block_sparse_moe.experts.{e}.w1 / w3 / w2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from karui.configs.errors import UnsupportedError
+
+
+class Expert(nn.Module):
+    """down(act(gate x) * (up x)) on the tokens routed here, [tokens, h] -> [tokens, h]."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        super().__init__()
+        half = gate_up.shape[0] // 2
+        self.gate_proj, self.up_proj, self.down_proj = _linear(gate_up[:half]), _linear(gate_up[half:]), _linear(down)
+
+
+class Experts(nn.ModuleList):
+    """The experts of one block; takes the place of the fused module and computes what it computed.
+
+    forward(hidden [tokens, h], top_k_index [tokens, k] int64, top_k_weights [tokens, k]) -> [tokens, h].
+    """
+
+    def __init__(self, fused: Any) -> None:
+        super().__init__(Expert(gate_up, down) for gate_up, down in zip(fused.gate_up_proj.data, fused.down_proj.data))
+        # gated activation of the fused module, by which some families clamp or scale; kept out of the module tree
+        self._gate = fused._apply_gate
+        del fused.gate_up_proj, fused.down_proj
+
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for index, expert in enumerate(self):
+            token, slot = (top_k_index == index).nonzero(as_tuple=True)
+            if len(token) == 0:
+                continue
+            x = hidden[token]
+            y = expert.down_proj(self._gate(torch.cat([expert.gate_proj(x), expert.up_proj(x)], dim=-1)))
+            out.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(out.dtype))
+        return out
+
+
+def unfuse(model: nn.Module) -> list[str]:
+    """Replace every fused experts module by `Experts`, in place; returns their names (empty for a dense model).
+
+    Raises:
+        UnsupportedError: experts in a layout that is not two plain matrices each (biases, transposed, interleaved gates, norms),
+            or another 3-D parameter in the model's blocks that no method would reach.
+    """
+    names = []
+    for name, module in list(model.named_modules()):
+        if not isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) or module.gate_up_proj.ndim != 3:
+            continue
+        odd = [flag for flag in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, flag, False)]
+        odd += [f"not {flag}" for flag in ("has_gate", "is_concatenated") if not getattr(module, flag, True)]
+        if odd or not hasattr(module, "_apply_gate") or getattr(module.down_proj, "ndim", 0) != 3:
+            raise UnsupportedError(
+                f"{name}: fused experts of {type(module).__name__} ({', '.join(odd) or 'unknown layout'}) cannot be quantized; "
+                "experts with plain gate, up and down matrices can (mixtral, qwen2_moe, qwen3_moe, deepseek and their like)."
+            )
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, Experts(module))
+        names.append(name)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3 and ".layers." in f".{name}" and "conv" not in name:
+            raise UnsupportedError(
+                f"{name} is a 3-D parameter {list(parameter.shape)} that no method reaches; quantizing the rest "
+                "would silently leave it in high precision, so this model is refused."
+            )
+    return names
+
+
+def is_expert(name: str) -> bool:
+    """Whether a linear or weight belongs to one expert of a mixture, which sees only the tokens routed to it."""
+    parts = name.split(".")
+    return any(a == "experts" and b.isdigit() for a, b in zip(parts, parts[1:]))
+
+
+def is_router(name: str) -> bool:
+    """Whether a linear chooses or weighs experts: small, and its choices are sensitive to rounding, so it stays as it is."""
+    return name.removesuffix(".weight").rpartition(".")[2] in ("gate", "router", "shared_expert_gate")
+
+
+def _linear(weight: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
