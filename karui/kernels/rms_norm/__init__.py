@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
+from karui.kernels.triton_support import Backend, use_triton
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+_MAX_WIDTH = 32_768  # one program holds a row
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, backend: Backend = "auto") -> torch.Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension.
 
     Args:
@@ -21,6 +25,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Returns:
         [..., H] in the promoted dtype of weight and x.
     """
+    refused = f"dtype {x.dtype}" if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) else ""
+    refused = refused or (f"a width of {x.shape[-1]}, more than {_MAX_WIDTH}" if x.shape[-1] > _MAX_WIDTH else "")
+    if use_triton(backend, x.device, "rms_norm", refused=refused):
+        from karui.kernels.rms_norm.triton import RMSNorm
+
+        return RMSNorm.apply(x, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 

@@ -9,9 +9,16 @@ from typing import Any
 
 import torch
 
+from karui.kernels.triton_support import Backend, use_triton
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, backend: Backend = "auto") -> torch.Tensor:
     """silu(gate) * up, elementwise; both of one shape and dtype."""
+    refused = "" if gate.dtype in (torch.float32, torch.bfloat16, torch.float16) else f"dtype {gate.dtype}"
+    if use_triton(backend, gate.device, "swiglu", refused=refused):
+        from karui.kernels.swiglu.triton import SwiGLU as Fused
+
+        return Fused.apply(gate, up)
     return _SwiGLU.apply(gate, up)
 
 

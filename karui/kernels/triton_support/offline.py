@@ -1,0 +1,135 @@
+"""Compile a kernel for a GPU that is not there, and look at what came out.
+
+    python -m karui.kernels.triton_support.offline --cc 90 [--only NAME] [--quick]     one JSON line per case
+
+A `Case` is one specialization of a kernel and, per compute capability, a pattern that its PTX must hold. Every module with
+kernels lists its cases in `offline_cases()`; `MODULES` names the modules. Triton's wheel brings ptxas, so the result is
+machine code, and a kernel that asks for more shared memory than the chip has is caught here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from karui.configs.errors import KaruiError
+from karui.kernels.triton_support import interpreting
+
+# Bytes of shared memory that one block may have.
+SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+# What an elementwise kernel should hold: loads of several values at once.
+WIDE_LOADS = {80: r"ld.global.v[24]", 90: r"ld.global.v[24]", 100: r"ld.global.v[248]", 120: r"ld.global.v[248]"}
+MODULES: tuple[str, ...] = (
+    "karui.kernels.rms_norm.triton",
+    "karui.kernels.rope.triton",
+    "karui.kernels.swiglu.triton",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel's specialization.
+
+    Args:
+        name: unique; the op, then what is special.
+        kernel: the jitted function.
+        signature: type of each run-time argument in Triton's spelling ("*bf16", "i32", "tensordesc<fp8e4nv[128,128]>").
+        constexprs: value of each compile-time argument.
+        expects: compute capability -> pattern (regex) that the PTX must hold; the keys are what the case is compiled for.
+        odd: integer arguments that are not known to be multiples of 16 (pointers and all other integers are).
+        quick: the capabilities compiled in the default tests; the others are left to the slow ones.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    expects: Mapping[int, str]
+    num_warps: int = 4
+    num_stages: int = 3
+    odd: tuple[str, ...] = ()
+    quick: tuple[int, ...] = (90,)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    ptx: str
+    shared_bytes: int
+    cc: int
+
+
+def compile_for(kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], cc: int, *, num_warps: int = 4,
+                num_stages: int = 3, odd: tuple[str, ...] = (), **options: Any) -> Compiled:  # fmt: skip
+    """Compile `kernel` to machine code for compute capability `cc`.
+
+    Raises:
+        KaruiError: the interpreter is on, an argument without a type, or more shared memory than the chip has.
+    """
+    if interpreting():
+        raise KaruiError("offline compilation needs the compiler: unset TRITON_INTERPRET.")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    missing = [name for name in kernel.arg_names if name not in signature and name not in constexprs]
+    if missing:
+        raise KaruiError(f"{kernel.__name__}: no type or value for {', '.join(missing)}.")
+    types = {name: "constexpr" if name in constexprs else signature[name] for name in kernel.arg_names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(types.items())
+        if kind.startswith("*") or (kind in ("i32", "i64") and name not in odd)
+    }
+    source = ASTSource(kernel, types, constexprs, attrs)
+    made = triton.compile(source, target=GPUTarget("cuda", cc, 32),
+                          options={"num_warps": num_warps, "num_stages": num_stages, **options})  # fmt: skip
+    shared = int(made.metadata.shared)
+    if shared > SHARED_LIMIT[cc]:
+        raise KaruiError(f"{kernel.__name__}: {shared} bytes of shared memory, compute capability {cc} has {SHARED_LIMIT[cc]}.")
+    return Compiled(made.asm["ptx"], shared, cc)
+
+
+def compile_case(case: Case, cc: int) -> dict[str, Any]:
+    """One case's outcome: name, cc, ok, shared bytes, the pattern and whether it was found, or the error."""
+    row: dict[str, Any] = {"name": case.name, "cc": cc, "expects": case.expects[cc]}
+    try:
+        made = compile_for(case.kernel, case.signature, case.constexprs, cc, num_warps=case.num_warps,
+                           num_stages=case.num_stages, odd=case.odd, **case.options)  # fmt: skip
+    except Exception as error:  # whatever the compiler throws is the result
+        return {**row, "ok": False, "error": f"{type(error).__name__}: {str(error)[:400]}"}
+    found = re.search(case.expects[cc], made.ptx)
+    return {**row, "ok": found is not None, "shared_bytes": made.shared_bytes, "found": found.group(0) if found else None}
+
+
+def all_cases() -> list[Case]:
+    """Every case of every module of `MODULES`."""
+    cases = [case for module in MODULES for case in importlib.import_module(module).offline_cases()]
+    assert len({case.name for case in cases}) == len(cases), "two cases share a name"
+    return cases
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cc", type=int, nargs="*", default=sorted(SHARED_LIMIT))
+    parser.add_argument("--only", default="", help="a part of the cases' names")
+    parser.add_argument("--quick", action="store_true", help="only what the default tests compile")
+    given = parser.parse_args(arguments)
+    bad = 0
+    for case in all_cases():
+        for cc in given.cc:
+            if given.only in case.name and cc in case.expects and (not given.quick or cc in case.quick):
+                row = compile_case(case, cc)
+                bad += not row["ok"]
+                print(json.dumps(row), flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
