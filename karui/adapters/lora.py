@@ -24,7 +24,7 @@ from torch import nn
 from karui.adapters.quantized_linear import QuantizedLinear, quantize_linears
 from karui.configs.errors import CorruptError, KaruiError, nearest
 from karui.configs.quantspec import QuantSpec
-from karui.configs.recipe import LoraStep
+from karui.configs.steps import LoraStep
 
 if TYPE_CHECKING:
     from peft import PeftModel

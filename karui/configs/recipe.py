@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from karui.configs.errors import KaruiError, nearest
+from karui.configs.objectives import ObjectiveSection, SftObjective
 from karui.configs.quantspec import QuantSpec
-
-
-class Section(BaseModel):
-    """Base of every part of a recipe: frozen, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from karui.configs.section import Section
+from karui.configs.steps import PrepareStep
 
 
 class ModelSection(Section):
@@ -56,43 +53,6 @@ class DataSection(Section):
     train_on: Literal["assistant", "all"] = Field("assistant", description="which tokens carry loss")
     limit: int | None = Field(None, ge=1, description="use only the first rows of train")
     shuffle: bool = True
-
-
-class LoraStep(Section):
-    """LoRA (arXiv 2106.09685) on a base in its own precision, or on a quantized base when `base` names a grid (QLoRA)."""
-
-    method: Literal["lora", "qlora"]
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    targets: str | tuple[str, ...] = Field("all-linear", description="all-linear, or names of linear layers")
-    rslora: bool = Field(False, description="scale by alpha / sqrt(rank) (arXiv 2312.03732)")
-    base: QuantSpec = Field(default_factory=lambda: QuantSpec.parse("none"), description="grid of the frozen base; qlora: nf4dq")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _base_default(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("method") == "qlora" and "base" not in value:
-            return {**value, "base": "nf4dq"}
-        return value
-
-    @model_validator(mode="after")
-    def _base_fits(self) -> LoraStep:
-        if self.method == "qlora" and self.base.format == "none":
-            raise ValueError("qlora needs a quantized base, e.g. base: nf4dq")
-        if self.method == "lora" and self.base.format != "none":
-            raise ValueError(f"lora has a base in high precision; for base {self.base} write method: qlora")
-        return self
-
-
-PrepareStep = LoraStep
-
-
-class ObjectiveSection(Section):
-    """What is minimised."""
-
-    kind: Literal["sft"] = "sft"
-    chunk_tokens: int = Field(1024, ge=1, description="supervised tokens whose logits exist at one moment")
 
 
 class OptimSection(Section):
@@ -169,7 +129,7 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     prepare: tuple[PrepareStep, ...] = ()
-    objective: ObjectiveSection = ObjectiveSection()
+    objective: ObjectiveSection = SftObjective()
     optim: OptimSection = OptimSection()
     run: RunSection = RunSection()
     track: TrackSection = TrackSection()
@@ -287,11 +247,20 @@ def _override(values: dict[str, Any], item: str) -> None:
 
 
 def _explain(model: type[BaseModel], source: str, error: Any) -> str:
-    loc = [str(p) for p in error["loc"]]
+    full = [str(p) for p in error["loc"]]
+    loc, section = _without_tags(model, full)
     key = ".".join(loc)
+    if error["type"] == "union_tag_invalid":
+        context = error["ctx"]
+        tags = [t.strip(" '") for t in context["expected_tags"].split(",")]
+        return (
+            f"{source}: {key}: {context['discriminator'].strip(chr(39))} {context['tag']!r} is not known; valid: {', '.join(tags)}."
+            f"{nearest(context['tag'], tags)}"
+        )
+    if error["type"] == "union_tag_not_found":
+        return f"{source}: {key}: the key {error['ctx']['discriminator'].strip(chr(39))} is missing; it says what this step is."
     if error["type"] == "extra_forbidden":
-        owner = _model_at(model, loc[:-1])
-        names = list(owner.model_fields) if owner else []
+        names = list(section.model_fields) if section else []
         return f"{source}: unknown key {key!r}; valid here: {', '.join(names)}.{nearest(loc[-1], names)}"
     if error["type"] == "missing":
         return f"{source}: key {key!r} is required and missing; add it."
@@ -304,16 +273,25 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _model_at(model: type[BaseModel], loc: list[str]) -> type[BaseModel] | None:
-    """The section that a location such as ['prepare', '0'] leads to, through lists and unions."""
-    current: Any = model
-    for part in loc:
-        if not part.isdigit():
-            found = _sections(current)
-            current = next((m.model_fields[part].annotation for m in found if part in m.model_fields), current)
-    found = _sections(current)
-    tag = next((m for m in found if m.__name__ == loc[-1]), None) if loc else None
-    return tag or (found[0] if found else None)
+def _without_tags(model: type[BaseModel], loc: list[str]) -> tuple[list[str], type[BaseModel] | None]:
+    """A location without the tags pydantic puts into it for discriminated unions, and the section its last key is in."""
+    kept: list[str] = []
+    options: list[type[BaseModel]] = [model]
+    for i, part in enumerate(loc):
+        if len(options) > 1 and (tagged := [m for m in options if part in _tags(m)]):
+            options = tagged
+            continue
+        kept.append(part)
+        if part.isdigit() or i == len(loc) - 1:
+            continue
+        options = _sections(next((m.model_fields[part].annotation for m in options if part in m.model_fields), None))
+    return kept, options[0] if options else None
+
+
+def _tags(section: type[BaseModel]) -> tuple[str, ...]:
+    """The values of `method` or `kind` that choose this section in a union."""
+    return tuple(str(v) for key in ("method", "kind") if key in section.model_fields
+                 for v in typing.get_args(section.model_fields[key].annotation))
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,3 +46,32 @@ class QTensor:
             zero=None if self.zero is None else self.zero.to(device),
             extra=moved,
         )
+
+
+def flatten(weights: Mapping[str, QTensor | torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+    """Weights as plain tensors for a safetensors file, codes unpacked, and the specs and shapes as JSON for its metadata.
+
+    The parts of a `QTensor` named `w` are called `w|codes`, `w|scale`, ...; `unflatten` is the exact inverse.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    specs: dict[str, tuple[str, list[int]]] = {}
+    for name, value in weights.items():
+        if isinstance(value, QTensor):
+            specs[name] = str(value.spec), list(value.shape)
+            parts = {"codes": value.codes, "scale": value.scale, "zero": value.zero, **(value.extra or {})}
+            tensors |= {f"{name}|{k}": v.contiguous() for k, v in parts.items() if v is not None}
+        else:
+            tensors[name] = value.contiguous()
+    return tensors, json.dumps(specs)
+
+
+def unflatten(tensors: Mapping[str, torch.Tensor], specs: str) -> dict[str, QTensor | torch.Tensor]:
+    """The inverse of `flatten`. Raises KeyError or ValueError when parts are missing or the JSON is not its own."""
+    weights: dict[str, QTensor | torch.Tensor] = {k: v for k, v in tensors.items() if "|" not in k}
+    for name, (spec, shape) in json.loads(specs).items():
+        parts = {k.partition("|")[2]: v for k, v in tensors.items() if k.startswith(f"{name}|")}
+        codes, scale, zero = parts.pop("codes"), parts.pop("scale"), parts.pop("zero", None)
+        weights[name] = QTensor(
+            codes=codes, scale=scale, zero=zero, spec=QuantSpec.parse(spec), shape=tuple(shape), extra=parts or None
+        )
+    return weights

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from karui.configs.errors import CorruptError, KaruiError
-from karui.configs.quantspec import QuantSpec
-from karui.kernels.qtensor import QTensor
+from karui.kernels.qtensor import QTensor, flatten, unflatten
 from karui.qat.types import LayerReport
 
 
@@ -59,16 +58,8 @@ class Store:
     def save(self, index: int, weights: dict[str, QTensor | torch.Tensor], report: list[LayerReport]) -> None:
         from safetensors.torch import save
 
-        tensors: dict[str, torch.Tensor] = {}
-        specs: dict[str, Any] = {}
-        for name, value in weights.items():
-            if isinstance(value, QTensor):
-                specs[name] = [str(value.spec), list(value.shape)]
-                parts = {"codes": value.codes, "scale": value.scale, "zero": value.zero, **(value.extra or {})}
-                tensors |= {f"{name}|{k}": v.contiguous() for k, v in parts.items() if v is not None}
-            else:
-                tensors[name] = value.contiguous()
-        metadata = {"specs": json.dumps(specs), "report": json.dumps([r.dump() for r in report]), "fingerprint": self.mark}
+        tensors, specs = flatten(weights)
+        metadata = {"specs": specs, "report": json.dumps([r.dump() for r in report]), "fingerprint": self.mark}
         _write(self.block(index), save(tensors, metadata))
 
     def load(self, index: int) -> tuple[dict[str, QTensor | torch.Tensor], list[LayerReport]] | None:
@@ -86,13 +77,7 @@ class Store:
             raise CorruptError(f"{file} is damaged ({error}); delete it and the later blocks.") from error
         if metadata.get("fingerprint") != self.mark:
             raise CorruptError(f"{file} belongs to another run; delete the folder {self.folder}.")
-        weights: dict[str, QTensor | torch.Tensor] = {k: v for k, v in tensors.items() if "|" not in k}
-        for name, (spec, shape) in json.loads(metadata["specs"]).items():
-            parts = {k.partition("|")[2]: v for k, v in tensors.items() if k.startswith(f"{name}|")}
-            codes, scale, zero = parts.pop("codes"), parts.pop("scale"), parts.pop("zero", None)
-            weights[name] = QTensor(
-                codes=codes, scale=scale, zero=zero, spec=QuantSpec.parse(spec), shape=tuple(shape), extra=parts or None
-            )
+        weights = unflatten(tensors, metadata["specs"])
         return weights, [LayerReport(**r) for r in json.loads(metadata["report"])]
 
 

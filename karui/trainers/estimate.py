@@ -37,7 +37,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from karui.configs.quantspec import QuantSpec
-from karui.configs.recipe import LoraStep, Recipe
+from karui.configs.recipe import Recipe
+from karui.configs.steps import LoraStep
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _COMPUTE = {"bf16": 2, "fp16": 2}

@@ -11,7 +11,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,8 @@ from karui.trainers.tracking import Tracker
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from karui.trainers.stages import Stage
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_IN_A_ROW = 5
@@ -63,6 +65,7 @@ class Loop:
         samples, held_out: training and evaluation samples; no evaluation without held_out.
         total: optimizer steps of the whole run.
         save: called with the state when a checkpoint is due; on every rank.
+        stages: the recipe's prepare steps at work.
     """
 
     recipe: Recipe
@@ -76,6 +79,7 @@ class Loop:
     progress: Progress
     tracker: Tracker
     save: Callable[[LoopState], None]
+    stages: Sequence[Stage] = ()
     state: LoopState = field(default_factory=LoopState)
     last: dict[str, Any] = field(default_factory=dict)
     interrupted: str | None = None
@@ -122,7 +126,9 @@ class Loop:
         self.module.train()
         rate = learning_rate(recipe.optim, state.step, self.total)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        for stage in self.stages:
+            stage.before_step(state.step, self.total)
         epoch, micros = self.micros(state.step)
         gradient = accumulate(self.accelerator, self.module, micros)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -130,6 +136,8 @@ class Loop:
         finite = math.isfinite(gradient.loss) and math.isfinite(norm)
         if finite:
             self.optimizer.step()
+        for stage in self.stages:
+            stage.after_step(skipped=not finite)
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.tokens += gradient.num_tokens

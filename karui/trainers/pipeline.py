@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
-from karui.configs.recipe import LoraStep, Recipe
+from karui.configs.recipe import Recipe
+from karui.configs.steps import LoraStep
 
 if TYPE_CHECKING:
     from karui.inference.bundle.export import ExportReport
@@ -82,6 +83,7 @@ def export_run(
 
     from karui.catalogue import resolve
     from karui.inference.bundle.export import export_model
+    from karui.trainers.converted import load_converted
     from karui.trainers.parity import make_gate, merged_model
 
     folder = Path(run)
@@ -96,6 +98,7 @@ def export_run(
     source = resolve(recipe.model.name) if is_adapter else folder / "final"
     adapter = folder / "final" if is_adapter else None
     base = next((step.base for step in recipe.prepare if isinstance(step, LoraStep) and step.base.format != "none"), None)
+    quantized = {} if is_adapter else load_converted(folder / "final")
     console = Console(highlight=False)
     console.print(
         f"export {folder} -> {output}: linears {spec}, embedding {embedding}" + (f", base on {base} as trained" if base else "")
@@ -107,9 +110,12 @@ def export_run(
         adapter=adapter,
         base_spec=base,
         embedding_spec=str(embedding),
+        quantized=quantized,
         recipe=recipe.dump(),
         provenance={"notes": {"run": folder.name}},
-        parity=make_gate(source, lambda manifest: merged_model(source, manifest, adapter=adapter, base_spec=base)),
+        parity=make_gate(
+            source, lambda manifest: merged_model(source, manifest, adapter=adapter, base_spec=base, quantized=quantized)
+        ),
     )
     for row in report.summary():
         console.print(

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from karui.configs.recipe import LoraStep, Recipe
+from karui.configs.recipe import Recipe
+from karui.configs.steps import LoraStep
 from karui.trainers.data import SampleSet, load_samples, plan_epoch, total_steps
 from karui.trainers.data.dataset import describe
 from karui.trainers.estimate import (

@@ -8,7 +8,7 @@ The run folder:
     recipe.json     the recipe as it was run
     log.jsonl       a line per step, and per evaluation
     checkpoint-N/   see `karui.trainers.checkpoint`
-    final/          the adapter (peft's files) or the whole model
+    final/          the adapter (peft's files), or the whole model; weights trained on a grid also as `quantized.safetensors`
     metrics.json    closing figures
 """
 
@@ -26,14 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from karui.configs.errors import KaruiError, UnsupportedError
-from karui.configs.recipe import LoraStep, Recipe
+from karui.configs.recipe import Recipe
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from karui.trainers.data import SampleSet
+    from karui.trainers.stages import Stage
 
 logger = logging.getLogger(__name__)
+STAGES = "stages.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,8 @@ def run_recipe(
     from karui.trainers import checkpoint as ckpt
     from karui.trainers import tracking
     from karui.trainers.loop import Loop, LoopState
-    from karui.trainers.model import LossSum, enable_recompute
+    from karui.trainers.model import enable_recompute
+    from karui.trainers.objectives import make_objective
     from karui.trainers.progress import make_progress, peak_memory_bytes
 
     folder = recipe.output
@@ -96,16 +99,18 @@ def run_recipe(
     if dry_run:
         if main:
             _preflight(recipe, accelerator.num_processes)
-        return RunResult(folder=folder, final=None, is_adapter=bool(recipe.prepare))
+        return RunResult(folder=folder, final=None, is_adapter=False)
     setup = setup or prepare(recipe)
-    loss = LossSum(setup.model, recipe.objective.chunk_tokens)
+    loss = make_objective(recipe, setup.model)
     _check_isolation(recipe, loss, setup.samples)
     if recipe.run.recompute == "full":
         enable_recompute(setup.model)
-    optimizer: Any = make_optimizer(recipe, loss)
+    optimizer: Any = make_optimizer(recipe, loss, setup.stages)
     loss.to(accelerator.device)
     module, optimizer = accelerator.prepare(loss, optimizer)
     inner = optimizer.optimizer
+    for stage in setup.stages:
+        stage.attach(inner)
 
     state = LoopState()
     if start is not None:
@@ -142,10 +147,13 @@ def run_recipe(
     tracker = tracking.Tracker(accelerator)
     progress = make_progress(total, done=state.step, show=main, log_every=recipe.run.log_every)
     loop = Loop(recipe=recipe, accelerator=accelerator, module=module, optimizer=optimizer, samples=setup.samples,
-                held_out=setup.held_out, total=total, folder=folder, progress=progress, tracker=tracker, save=save, state=state)
+                held_out=setup.held_out, total=total, folder=folder, progress=progress, tracker=tracker, save=save,
+                stages=setup.stages, state=state)
     try:
         with progress:
             progress.note(f"run {folder}  {setup.describe()}  {where}")
+            for line in (line for stage in setup.stages for line in stage.lines()):
+                progress.note(line)
             if start is not None:
                 progress.note(f"resumed from {start} at step {state.step} of {total}")
             metrics = loop.run()
@@ -170,6 +178,7 @@ class Setup:
         model: the model to train; a peft model when the recipe has an adapter step.
         base: fingerprint of the model as it was loaded.
         data: hash of the training samples.
+        stages: the recipe's prepare steps at work, in their order.
         held_out: evaluation samples, None when the recipe names none.
     """
 
@@ -180,7 +189,11 @@ class Setup:
     held_out: SampleSet | None
     base: str
     data: str
-    is_adapter: bool
+    stages: list[Stage] = field(default_factory=list)
+
+    @property
+    def is_adapter(self) -> bool:
+        return any(stage.is_adapter for stage in self.stages)
 
     def describe(self) -> str:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -194,71 +207,91 @@ def prepare(recipe: Recipe) -> Setup:
     import torch
     from transformers import AutoTokenizer
 
-    from karui.adapters.lora import attach, fingerprint
+    from karui.adapters.lora import fingerprint
     from karui.trainers.data import load_samples
     from karui.trainers.model import install_lean_ops, load_model, weights_folder
+    from karui.trainers.stages import Context, check_order, make_stages
 
-    if len(recipe.prepare) > 1:
-        raise UnsupportedError(f"prepare has {len(recipe.prepare)} adapter steps; one run trains one adapter.")
-    tokenizer = AutoTokenizer.from_pretrained(weights_folder(recipe.model.name))
+    check_order(recipe)
+    folder = weights_folder(recipe.model.name)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     samples = load_samples(recipe.data, tokenizer, "train")
     held_out = load_samples(recipe.data, tokenizer, "eval")
     model: Any = load_model(recipe.model)
     _check_vocabulary(model, samples)
     torch.manual_seed(recipe.run.seed)
     base = fingerprint(model)
-    is_adapter = False
-    for step in recipe.prepare:
-        assert isinstance(step, LoraStep)
-        model, is_adapter = attach(model, step).model, True
+    stages = make_stages(
+        recipe, Context(recipe=recipe, model_folder=folder, tokenizer=tokenizer, samples=samples, base=base)
+    )
+    for stage in stages:
+        model = stage.prepare(model)
     install_lean_ops(model)
     return Setup(recipe=recipe, model=model, tokenizer=tokenizer, samples=samples, held_out=held_out if len(held_out) else None,
-                 base=base, data=_data_hash(samples), is_adapter=is_adapter)
+                 base=base, data=_data_hash(samples), stages=stages)
 
 
-def make_optimizer(recipe: Recipe, module: Any) -> Any:
-    """AdamW over the trained parameters; weight decay on matrices only (not on norms and biases)."""
+def make_optimizer(recipe: Recipe, module: Any, stages: Sequence[Stage] = ()) -> Any:
+    """AdamW over the trained parameters; weight decay on matrices only (not on norms and biases); stages may regroup."""
     import torch
 
     trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": recipe.optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": recipe.optim.weight_decay, "lr_scale": 1.0},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
+    for stage in stages:
+        groups = stage.param_groups(module, groups)
     optim = recipe.optim
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def save_weights(setup: Setup, folder: Path) -> None:
-    """The adapter or the whole model, into an existing folder."""
-    if setup.is_adapter:
-        from karui.adapters.lora import write_adapter
+def _adapter_stage(setup: Setup) -> Stage | None:
+    return next((stage for stage in setup.stages if stage.is_adapter), None)
 
-        write_adapter(setup.model, folder, base=setup.base, base_name=setup.recipe.model.name,
-                      base_spec=setup.recipe.prepare[0].base)
-        return
-    setup.model.save_pretrained(str(folder), safe_serialization=True)
+
+def save_weights(setup: Setup, folder: Path) -> None:
+    """The adapter or the whole model, and what the stages keep beside it, into an existing folder."""
+    from safetensors.torch import save_file
+
+    if stage := _adapter_stage(setup):
+        stage.save(setup.model, folder)
+    else:
+        setup.model.save_pretrained(str(folder), safe_serialization=True)
+    tensors = {f"{i}/{k}": v.detach().cpu().clone() for i, s in enumerate(setup.stages) for k, v in s.state().items()}
+    if tensors:
+        save_file(tensors, str(folder / STAGES))
 
 
 def load_weights(setup: Setup, folder: Path) -> None:
-    """Put a checkpoint's weights into the run's model."""
-    if setup.is_adapter:
-        from karui.adapters.lora import adapter_values, load_values
+    """Put a checkpoint's weights, and what the stages kept, into the run."""
+    from safetensors.torch import load_file
 
-        load_values(setup.model, adapter_values(folder), str(folder))
-        return
-    from karui.trainers.checkpoint import load_full
+    if stage := _adapter_stage(setup):
+        stage.restore(setup.model, folder)
+    else:
+        from karui.trainers.checkpoint import load_full
 
-    load_full(setup.model, folder)
+        load_full(setup.model, folder)
+    tensors = load_file(str(folder / STAGES)) if (folder / STAGES).is_file() else {}
+    for i, stage in enumerate(setup.stages):
+        stage.load({k.partition("/")[2]: v for k, v in tensors.items() if k.partition("/")[0] == str(i)})
 
 
 def _finish(setup: Setup, folder: Path, metrics: dict[str, Any]) -> None:
     from karui.adapters.lora import replace_folder
+    from karui.trainers.converted import save_converted
 
     scratch = folder / f".final.tmp{os.getpid()}"
     scratch.mkdir(parents=True, exist_ok=True)
-    save_weights(setup, scratch)
-    if not setup.is_adapter:
+    on_grid = next((stage for stage in setup.stages if stage.is_on_grid), None)
+    if stage := _adapter_stage(setup):
+        stage.save(setup.model, scratch)
+    else:
+        quantized = on_grid.convert(setup.model) if on_grid is not None else {}
+        for stage in reversed(setup.stages):
+            stage.finish(setup.model)
+        save_converted(setup.model, quantized, scratch)
         setup.tokenizer.save_pretrained(str(scratch))
     replace_folder(scratch, folder / "final")
     _write_json(folder / "metrics.json", metrics)

@@ -11,7 +11,7 @@ from karui.adapters.merge import merge_adapter
 from karui.adapters.quantized_linear import QuantizedLinear
 from karui.configs.errors import CorruptError, KaruiError
 from karui.configs.quantspec import QuantSpec
-from karui.configs.recipe import LoraStep
+from karui.configs.steps import LoraStep
 
 IDS = torch.arange(3, 23).unsqueeze(0)
 

@@ -83,6 +83,7 @@ def export_model(
     adapter: str | Path | None = None,
     base_spec: str | QuantSpec | None = None,
     embedding_spec: str | QuantSpec = "w8",
+    quantized: Mapping[str, QTensor] | None = None,
     recipe: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
     parity: Parity | None = None,
@@ -101,6 +102,8 @@ def export_model(
             says; a peft adapter without one had an unquantized base.
         embedding_spec: the grid of embedding and output head, the largest matrices of a small model; `none` keeps them. By
             default int8 with a scale per row, that is per token of the vocabulary.
+        quantized: weights that are on a grid already, by name: their codes and scales are written as they are, whatever `spec`
+            says, so that what was trained or calibrated is what runs.
         parity: see `karui.inference.bundle.writer.Parity`.
         progress: called with (tensors done, of how many, name).
 
@@ -117,6 +120,9 @@ def export_model(
     if lora is not None:
         _check_adapter(lora, model)
     base = _base_grid(base_spec, lora)
+    ready = dict(quantized or {})
+    if unknown := sorted(set(ready) - set(model.names)):
+        raise KaruiError(f"{len(unknown)} quantized weights are not the model's, first {unknown[0]!r}.")
 
     weights: dict[str, QTensor | torch.Tensor] = {}
     fates, dtypes, fp32_bytes = [], {}, 0
@@ -124,6 +130,11 @@ def export_model(
         w = model.weight(name)
         dtypes[name] = DTYPE_NAMES[w.dtype]
         fp32_bytes += 4 * w.numel()
+        if name in ready:
+            weights[name] = ready[name]
+            fates.append(Fate(name=name, fate="quantized", why="on its grid before the export", spec=str(ready[name].spec),
+                              num_values=w.numel(), error=_error(w, ready[name])))
+            continue
         if base is not None and _is_linear(name, w):
             w = quantize(w, base, name=name).dequantize()
         if lora is not None:
@@ -135,8 +146,7 @@ def export_model(
             fates.append(Fate(name=name, fate="kept", why=why, spec="none", num_values=w.numel(), error=0.0))
         else:
             q = weights[name] = quantize(w, grid, name=name)
-            error = float((w.float() - q.dequantize()).norm() / w.float().norm().clamp(min=1e-30))
-            fates.append(Fate(name=name, fate="quantized", why=why, spec=str(grid), num_values=w.numel(), error=error))
+            fates.append(Fate(name=name, fate="quantized", why=why, spec=str(grid), num_values=w.numel(), error=_error(w, q)))
         if progress is not None:
             progress(done + 1, len(model.names), name)
 
@@ -162,6 +172,10 @@ def export_model(
     )
     size = sum(p.stat().st_size for p in Path(output).rglob("*") if p.is_file())
     return ExportReport(path=Path(output), manifest=manifest, fates=tuple(fates), bundle_bytes=size, fp32_bytes=fp32_bytes)
+
+
+def _error(w: torch.Tensor, q: QTensor) -> float:
+    return float((w.float() - q.dequantize()).norm() / w.float().norm().clamp(min=1e-30))
 
 
 class _Grids:

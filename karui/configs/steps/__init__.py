@@ -1,0 +1,14 @@
+"""The steps of `prepare:`, told apart by `method`. `karui.trainers.stages` holds the code behind each section."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from karui.configs.steps.adapters import LoraStep
+from karui.configs.steps.lowprec import LowPrecisionStep
+
+PrepareStep = Annotated[LoraStep | LowPrecisionStep, Field(discriminator="method")]
+
+__all__ = ["LoraStep", "LowPrecisionStep", "PrepareStep"]

@@ -1,0 +1,50 @@
+"""The code behind each step of `prepare:`; a stage is imported when a recipe asks for it."""
+
+from __future__ import annotations
+
+import importlib
+
+from karui.configs.errors import KaruiError
+from karui.configs.recipe import Recipe
+from karui.configs.section import Section
+from karui.configs.steps import LoraStep, LowPrecisionStep
+from karui.trainers.stages.base import Context, Stage
+
+_STAGES: dict[type[Section], str] = {
+    LoraStep: "adapters:LoraStage",
+    LowPrecisionStep: "lowprec:LowPrecisionStage",
+}
+
+
+def stage_class(step: Section) -> type[Stage]:
+    module, _, name = _STAGES[type(step)].partition(":")
+    found: type[Stage] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return found
+
+
+def make_stages(recipe: Recipe, context: Context) -> list[Stage]:
+    """The recipe's stages, in its order.
+
+    Raises:
+        KaruiError: an order that makes no sense, or two steps that each want to own the saved result.
+    """
+    check_order(recipe)
+    return [stage_class(step)(step, context) for step in recipe.prepare]
+
+
+def check_order(recipe: Recipe) -> None:
+    """Refuse a senseless order of steps, without touching a model; raises as `make_stages` does."""
+    kinds = [stage_class(step) for step in recipe.prepare]
+    names = [str(getattr(step, "method", type(step).__name__)) for step in recipe.prepare]
+    for i in range(1, len(kinds)):
+        if kinds[i].order < kinds[i - 1].order:
+            raise KaruiError(
+                f"prepare: {names[i]} comes after {names[i - 1]}, which is the wrong way round; "
+                f"write it as {', '.join(n for _, n in sorted(zip((k.order for k in kinds), names), key=lambda p: p[0]))}."
+            )
+    owners = [n for k, n in zip(kinds, names) if k.is_adapter or k.is_on_grid]
+    if len(owners) > 1:
+        raise KaruiError(f"prepare: {' and '.join(owners)} each own the result of the run; one run trains one of them.")
+
+
+__all__ = ["Context", "Stage", "check_order", "make_stages", "stage_class"]
