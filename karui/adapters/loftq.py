@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from karui.adapters.start import Start, split, truncated_svd
+from karui.adapters.start import Start, halves
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.lora.residual import residual
 from karui.kernels.quantize import quantize
@@ -23,8 +23,7 @@ def loftq(weight: torch.Tensor, spec: QuantSpec, *, rank: int, scaling: float, s
     u = v = left = right = None
     for _ in range(steps):
         u, v = left, right  # what the grid of this step was laid over
-        over = w if u is None or v is None else residual(w, u, v)
-        left, right = split(*truncated_svd(w - quantize(over, spec, name=name).dequantize(), rank))
+        over = w if u is None or v is None else residual(w, u, v, scaling)
+        left, right = halves(w - quantize(over, spec, name=name).dequantize(), rank, scaling)
     assert left is not None and right is not None
-    root = scaling**0.5
-    return Start(a=right / root, b=left / root, u=u, v=v)
+    return Start(a=right, b=left, scaling=scaling, u=u, v=v)

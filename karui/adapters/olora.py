@@ -16,4 +16,4 @@ def olora(weight: torch.Tensor, *, rank: int, scaling: float) -> Start:
     """The start for one weight [out, in]."""
     q, r = torch.linalg.qr(weight.detach().double())
     b, a = q[:, :rank].float().contiguous(), r[:rank].float().contiguous()
-    return Start(a=a, b=b, u=scaling * b, v=a)
+    return Start(a=a, b=b, scaling=scaling, u=b, v=a)

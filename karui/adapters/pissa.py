@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from karui.adapters.start import Start, split, truncated_svd
+from karui.adapters.start import Start, halves
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.lora.residual import residual
 from karui.kernels.quantize import quantize
@@ -21,10 +21,9 @@ from karui.kernels.quantize import quantize
 def pissa(weight: torch.Tensor, spec: QuantSpec, *, rank: int, scaling: float, steps: int = 1, name: str = "linear") -> Start:
     """The start for one weight [out, in]; `spec` none: an unquantized base, for which one step is all there is."""
     w = weight.detach().float()
-    left, right = split(*truncated_svd(w, rank))
+    left, right = halves(w, rank, scaling)
     if spec.format != "none":
         for _ in range(steps - 1):
-            rounded = quantize(residual(w, left, right), spec, name=name).dequantize()
-            left, right = split(*truncated_svd(w - rounded, rank))
-    root = scaling**0.5
-    return Start(a=right / root, b=left / root, u=left, v=right)
+            rounded = quantize(residual(w, left, right, scaling), spec, name=name).dequantize()
+            left, right = halves(w - rounded, rank, scaling)
+    return Start(a=right, b=left, scaling=scaling, u=left, v=right)

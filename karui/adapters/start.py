@@ -2,7 +2,7 @@
 
 A technique that starts away from zero (PiSSA, OLoRA, LoftQ) changes the base so that base + s B A is close to W:
 
-    base = grid(W - U V)       grid: identity, or rounding to the base's `QuantSpec`
+    base = grid(W - s U V)       grid: identity, or rounding to the base's `QuantSpec`
 
 U and V are all it takes to make the same base again from the original model, so they are what is saved.
 """
@@ -22,17 +22,19 @@ class Start:
 
     Attributes:
         a, b: A [rank, in] and B [out, rank].
+        scaling: s.
         u, v: U [out, k] and V [k, in]; None: the base is grid(W).
     """
 
     a: torch.Tensor
     b: torch.Tensor
+    scaling: float
     u: torch.Tensor | None = None
     v: torch.Tensor | None = None
 
     def base(self, weight: torch.Tensor) -> torch.Tensor:
-        """W - U V in W's dtype, before any grid."""
-        return weight if self.u is None or self.v is None else residual(weight, self.u, self.v)
+        """W - s U V in W's dtype, before any grid."""
+        return weight if self.u is None or self.v is None else residual(weight, self.u, self.v, self.scaling)
 
 
 def truncated_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,7 +59,8 @@ def truncated_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.
     return u * sign.T, s, vt * sign
 
 
-def split(u: torch.Tensor, s: torch.Tensor, vt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(U sqrt(S) [out, rank], sqrt(S) V^T [rank, in]) in fp32."""
-    root = s.sqrt()
+def halves(matrix: torch.Tensor, rank: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best L [out, rank] and R [rank, in], fp32, for s L R to be close to the matrix; the singular values are split evenly."""
+    u, s, vt = truncated_svd(matrix, rank)
+    root = (s / scaling).sqrt()
     return (u * root).float(), (root.unsqueeze(1) * vt).float()
