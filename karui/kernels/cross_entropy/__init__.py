@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from karui.configs.errors import KaruiError
+from karui.kernels.triton_support import Backend, use_triton
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int = 1024
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int = 1024, backend: Backend = "auto"
 ) -> tuple[torch.Tensor, int]:
     """Sum of -log softmax(hidden @ weight.T)[target] over the rows, and how many rows there were.
 
@@ -45,6 +46,11 @@ def linear_cross_entropy(
             f"targets lie in {int(targets.min())}..{int(targets.max())}, the vocabulary in 0..{weight.shape[0] - 1}; "
             f"give only supervised rows (no -100), and the tokenizer that belongs to the model."
         )
+    refused = f"dtype {hidden.dtype}" if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) else ""
+    if use_triton(backend, hidden.device, "linear_cross_entropy", refused=refused):
+        from karui.kernels.cross_entropy.triton import LinearCrossEntropy
+
+        return LinearCrossEntropy.apply(hidden, weight, targets, chunk), targets.numel()
     return _LinearCrossEntropy.apply(hidden, weight, targets, chunk), targets.numel()
 
 

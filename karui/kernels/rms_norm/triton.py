@@ -110,5 +110,6 @@ def offline_cases() -> list[Case]:
                 "dweight_ptr": "*fp32", "num_rows": "i32", "width": "i32", "rows_per_program": "i32"}  # fmt: skip
     return [
         Case("rms_norm forward", _forward, forward, {"RESIDUAL": True, "KEEP": True, "BLOCK": 4096}, WIDE_LOADS, num_warps=8),
-        Case("rms_norm backward", _backward, backward, {"BLOCK": 4096}, WIDE_LOADS, num_warps=8, odd=("num_rows", "rows_per_program")),
+        Case("rms_norm backward", _backward, backward, {"BLOCK": 4096}, WIDE_LOADS, num_warps=8,
+             odd=("num_rows", "rows_per_program")),  # fmt: skip
     ]

@@ -1,0 +1,77 @@
+"""Reference: row kernels of cross entropy and distillation losses, values and gradients, against float64 autograd."""
+
+import pytest
+import torch
+
+from karui.configs.errors import KaruiError
+from karui.kernels.cross_entropy import linear_cross_entropy
+from karui.kernels.cross_entropy import reference as ce_reference
+from karui.kernels.linear_loss import linear_loss
+from karui.kernels.linear_loss import reference as loss_reference
+
+
+def close(got, want, bound):
+    assert got.shape == want.shape
+    assert (got.double() - want).abs().max() <= bound * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize(("n", "v"), [(1, 3), (7, 97), (5, 8200)])
+def test_cross_entropy(n, v, dtype, bound, device, rng):
+    hidden = torch.randn(n, 13, generator=rng, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(v, 13, generator=rng, device=device).to(dtype).requires_grad_()
+    targets = torch.randint(0, v, (n,), generator=rng, device=device)
+    targets[0] = v - 1
+    loss, count = linear_cross_entropy(hidden, weight, targets, chunk=3, backend="triton")
+    (loss * 0.5).backward()
+    h, w = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    want = ce_reference.linear_cross_entropy(h, w, targets)
+    (want * 0.5).backward()
+    assert count == n
+    for a, b in [(loss, want), (hidden.grad, h.grad), (weight.grad, w.grad)]:
+        close(a.detach(), b.detach(), bound)
+
+
+def test_cross_entropy_of_no_rows(device):
+    hidden = torch.zeros(0, 4, device=device, requires_grad=True)
+    loss, count = linear_cross_entropy(hidden, torch.ones(3, 4, device=device), torch.zeros(0, dtype=torch.long), backend="triton")
+    loss.backward()
+    assert (float(loss), count) == (0.0, 0)
+
+
+def test_masked_logits_do_not_make_nan(device):
+    from karui.kernels.cross_entropy.triton import rows
+
+    logits = torch.full((1, 9000), float("-inf"), device=device)
+    logits[0, [3, 8500]] = 1.0
+    losses = rows(logits, torch.tensor([3], device=device))
+    close(losses, torch.tensor([2.0], dtype=torch.float64, device=device).log(), 1e-6)
+    assert float(logits[0, 3]) == -0.5 and float(logits[0, 8500]) == 0.5 and torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_divergences(kind, temperature, device, rng):
+    from karui.kernels.linear_loss.triton import divergence_rows
+
+    hidden = torch.randn(5, 11, generator=rng, device=device)
+    weight, teacher = torch.randn(301, 11, generator=rng, device=device), torch.randn(5, 301, generator=rng, device=device) * 3
+    mine = [t.clone().requires_grad_() for t in (hidden, weight)]
+    loss, per_row = linear_loss(*mine, divergence_rows(kind, teacher, temperature=temperature, beta=0.3), chunk=2)
+    (2 * loss).backward()
+    theirs = [t.double().requires_grad_() for t in (hidden, weight)]
+    want = loss_reference.loss_sum(*theirs, teacher.double(), lambda t, s: loss_reference.divergence(kind, t, s, 0.3), temperature)
+    (2 * want).backward()
+    close(loss.detach(), want.detach(), 1e-5)
+    close(per_row.sum(), want.detach(), 1e-5)
+    for a, b in zip(mine, theirs):
+        close(a.grad, b.grad, 1e-5)
+
+
+def test_divergence_refusals():
+    from karui.kernels.linear_loss.triton import divergence_rows
+
+    with pytest.raises(KaruiError, match="is not known"):
+        divergence_rows("kl", torch.zeros(1, 2))
+    with pytest.raises(KaruiError, match="beta"):
+        divergence_rows("jsd", torch.zeros(1, 2), beta=1.0)
