@@ -38,7 +38,7 @@ class Experts(nn.ModuleList):
     def __init__(self, fused: Any) -> None:
         super().__init__(Expert(gate_up, down) for gate_up, down in zip(fused.gate_up_proj.data, fused.down_proj.data))
         # gated activation of the fused module, by which some families clamp or scale; kept out of the module tree
-        self._gate = fused._apply_gate
+        self._gate: Any = fused._apply_gate
         del fused.gate_up_proj, fused.down_proj
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:

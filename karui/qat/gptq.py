@@ -28,6 +28,7 @@ from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize.grid import grouped, inverse
 from karui.kernels.quantize.integer import find_range
+from karui.kernels.rounding import round_columns
 from karui.qat.calibration import Block, Group, Stage
 from karui.qat.rtn import RTNConfig, rounded
 from karui.qat.search import search_scale
@@ -145,10 +146,11 @@ def factor(gram: torch.Tensor, damp: float, max_damp: float) -> tuple[torch.Tens
     while damp <= max_damp:
         h = gram.clone()
         h.diagonal().add_(damp * mean)
-        lower, info = torch.linalg.cholesky_ex(h)
+        # h = V V^T with V upper (the Cholesky factor of h read backwards), so h^-1 = (V^-1)^T V^-1 and V^-1 is upper
+        lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
         if int(info) == 0:
-            upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if int(info) == 0 and bool(torch.isfinite(upper).all()):
+            upper = torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(len(h), device=h.device), upper=True)
+            if bool(torch.isfinite(upper).all()):
                 return upper, damp
         damp *= 10
     return None
@@ -184,7 +186,6 @@ def solve(
     group = torch.arange(width, device=w.device) // (spec.group_size or width)
     columns = scale.expand(rows, -1) if spec.granularity == "tensor" else scale
     steps = inverse(columns).T[group[order]].contiguous()
-    inv = 1.0 / steps
     zeros = (
         None
         if zero is None
@@ -192,23 +193,13 @@ def solve(
     )
     work = w.T[order].contiguous()
     codes = torch.empty_like(work)
-    err = torch.empty(min(config.block, width), rows, device=w.device)
     rest = upper / upper.diagonal()[:, None]  # row j holds U_jk / U_jj
     for a in range(0, width, config.block):
         b = min(a + config.block, width)
-        for j in range(a, b):
-            q = torch.mul(work[j], inv[j]).round_()
-            if zeros is not None:
-                q.add_(zeros[j])
-            q.clamp_(low, high)
-            codes[j] = q
-            if zeros is not None:
-                q = q - zeros[j]
-            e = torch.addcmul(work[j], q, steps[j], value=-1.0, out=err[j - a])
-            if j + 1 < b:
-                work[j + 1 : b].addr_(rest[j, j + 1 : b], e, alpha=-1.0)
+        shift = None if zeros is None else zeros[a:b]
+        codes[a:b], err = round_columns(work[a:b], rest[a:b, a:b], steps[a:b], shift, low, high)
         if b < width:
-            work[b:].addmm_(rest[a:b, b:].T, err[: b - a], alpha=-1.0)
+            work[b:].addmm_(rest[a:b, b:].T, err, alpha=-1.0)
     back = torch.empty_like(codes)
     back[order] = codes
     dtype = torch.int8 if spec.symmetric else torch.uint8

@@ -18,11 +18,10 @@ import torch
 
 from karui.configs.errors import UnsupportedError
 from karui.configs.quantspec import QuantSpec
+from karui.kernels import rounding
 from karui.kernels.qtensor import QTensor
-from karui.kernels.quantize.grid import DTYPES, grouped, inverse
+from karui.kernels.quantize.grid import grouped, inverse
 from karui.kernels.quantize.integer import find_range
-
-_CHUNK = 1 << 18  # values per chunk: the search makes some 20 passes over each, so it should stay in the cache
 
 
 def search_scale(
@@ -41,76 +40,15 @@ def search_scale(
         raise UnsupportedError(f"a scale search works on int grids, not on {spec}.")
     x = grouped(w, spec)
     start, zero = find_range(x, spec)
-    if weight is None or float(weight.sum()) == 0:
-        h = torch.ones((), device=w.device)
-    elif spec.granularity == "tensor":
-        h = weight.float().expand_as(w).reshape(1, 1, -1)
-    else:
-        h = weight.float().reshape(1, x.shape[1], -1)
-    rows = max(1, _CHUNK // (x.shape[1] * x.shape[2]))
-    scales, zeros = [], []
-    for i in range(0, x.shape[0], rows):
-        part = slice(i, i + rows)
-        s, z = _search(x[part], h, start[part], None if zero is None else zero[part], spec, steps, refine, signed)
-        scales.append(s)
-        zeros.append(z)
-    return torch.cat(scales), None if zero is None else torch.cat([z for z in zeros if z is not None])
-
-
-def _search(
-    x: torch.Tensor,
-    h: torch.Tensor,
-    start: torch.Tensor,
-    zero: torch.Tensor | None,
-    spec: QuantSpec,
-    steps: int,
-    refine: int,
-    signed: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    low, high = spec.code_range
-    dtype = DTYPES[spec.scale_dtype]
-    best_scale, best_zero = start.clone(), None if zero is None else zero.clone()
-    offset = None if zero is None else zero.float().unsqueeze(-1)
-    best = _error(x, h, start, offset, low, high)[0]
+    h = None
+    if weight is not None and float(weight.sum()) != 0:
+        h = weight.float()
+        h = h.expand_as(w).reshape(x.shape) if spec.granularity == "tensor" else h.reshape(1, *x.shape[1:])
     top = 1.5 if spec.symmetric and spec.bits == 2 else 1.1 if spec.symmetric and spec.bits == 3 else 1.0
     bottom = {2: 0.35, 3: 0.45, 4: 0.5}.get(spec.bits, 0.7)
-    signs = (1.0, -1.0) if signed and spec.symmetric and spec.bits < 8 else (1.0,)
-    for ratio in torch.linspace(bottom, top, steps).tolist():
-        for sign in signs:
-            scale = (start.float() * (ratio * sign)).to(dtype)
-            if offset is not None:  # the zero point follows the shrunk lower end
-                z = torch.round(-(-offset.squeeze(-1) * start.float() * ratio) / inverse(scale)).clamp(0, high)
-            err = _error(x, h, scale, None if offset is None else z.unsqueeze(-1), low, high)[0]
-            better = (err < best) & (scale != 0)
-            best = torch.where(better, err, best)
-            best_scale = torch.where(better, scale, best_scale)
-            if best_zero is not None:
-                best_zero = torch.where(better, z.to(torch.uint8), best_zero)
-    for _ in range(refine):
-        shift = None if best_zero is None else best_zero.float().unsqueeze(-1)
-        _, codes = _error(x, h, best_scale, shift, low, high)
-        if shift is not None:
-            codes = codes - shift
-        weighted = codes * h
-        scale = ((weighted * x).sum(-1) / (weighted * codes).sum(-1).clamp_min(1e-30)).to(dtype)
-        err = _error(x, h, scale, shift, low, high)[0]
-        better = (err < best) & (scale != 0) & torch.isfinite(scale)
-        best = torch.where(better, err, best)
-        best_scale = torch.where(better, scale, best_scale)
-    return best_scale, best_zero
-
-
-def _error(
-    x: torch.Tensor, h: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, low: int, high: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    step = inverse(scale).unsqueeze(-1)
-    codes = torch.round(x / step)
-    if zero is not None:
-        codes += zero
-    codes.clamp_(low, high)
-    value = codes if zero is None else codes - zero
-    delta = torch.addcmul(x, value, step, value=-1.0)
-    return (delta.square_() * h).sum(-1), codes
+    ratios = torch.linspace(bottom, top, steps).tolist()
+    signs = 2 if signed and spec.symmetric and spec.bits < 8 else 1
+    return rounding.search_scale(x, h, start, zero, spec, ratios=ratios, signs=signs, refine=refine)
 
 
 def encode(w: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, zero: torch.Tensor | None, shape: tuple[int, ...]) -> QTensor:
