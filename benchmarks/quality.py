@@ -35,6 +35,7 @@ def measure(model_name: str, method: str, spec: str, samples: int, windows: int,
     from karui.catalogue import load_tokenizer, resolve
     from karui.qat.activations import attach
     from karui.qat.run import load, quantize_loaded, read_config
+    from karui.qat.types import Options
 
     folder = Path(resolve(model_name))
     tokenizer = load_tokenizer(folder)
@@ -47,7 +48,7 @@ def measure(model_name: str, method: str, spec: str, samples: int, windows: int,
     if method != "none":
         rows = encode("wikitext2_valid.txt")[: samples * LENGTH].view(samples, LENGTH)
         start = time.perf_counter()
-        result = quantize_loaded(model, read_config(folder), method, spec, rows, settings=settings)
+        result = quantize_loaded(model, read_config(folder), method, spec, rows, Options(settings=settings))
         seconds = time.perf_counter() - start
         if result.facts["spec"].endswith("a8"):
             attach(model, {r.name: None for r in result.report if r.spec.endswith("a8")})

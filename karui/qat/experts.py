@@ -43,6 +43,7 @@ class Experts(nn.ModuleList):
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(hidden)
+        expert: Any
         for index, expert in enumerate(self):
             token, slot = (top_k_index == index).nonzero(as_tuple=True)
             if len(token) == 0:

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,15 @@ from karui.qat.calibration import Block, HiddenStates, block_arguments, check_ro
 from karui.qat.experts import is_router, unfuse
 from karui.qat.methods import Method, method
 from karui.qat.store import Store, fingerprint
-from karui.qat.types import LayerReport, MethodConfig, QuantizedModel
+from karui.qat.types import LayerReport, MethodConfig, Options, QuantizedModel
 
 log = logging.getLogger(__name__)
-Progress = Callable[[int, int, float], None]
 
 
 def quantize_model(
-    folder: str | Path,
-    method_name: str,
-    spec: QuantSpec | str,
-    rows: torch.Tensor | None = None,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    targets: Sequence[str] = ("all-linear",),
-    skip: Sequence[str] = (),
-    overrides: Mapping[str, QuantSpec | str] | None = None,
-    batch: int = 8,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    work: str | Path | None = None,
-    progress: Progress | None = None,
-) -> QuantizedModel:
+    folder: str | Path, method_name: str, spec: QuantSpec | str, rows: torch.Tensor | None = None, options: Options | None = None,
+    *, dtype: torch.dtype = torch.float32,
+) -> QuantizedModel:  # fmt: skip
     """Quantize the linears in a model's blocks; embedding, head and norms stay in high precision, a tied head stays tied.
 
     Args:
@@ -51,13 +37,7 @@ def quantize_model(
         method_name: see `karui.qat.methods.METHODS`.
         spec: the grid, e.g. `w4g64`.
         rows: calibration token ids [samples, length] int64; None only for methods that need no data.
-        settings: the method's own settings, see its config.
-        targets, skip: glob patterns over module names (`*.mlp.*`, `q_proj`); `all-linear` is every linear of the blocks.
-        overrides: pattern -> another grid for the linears it matches; later patterns win.
-        batch: rows per forward pass. device, dtype: where and in what the blocks are computed.
-        work: folder for hidden states and finished blocks; a killed run with the same arguments continues from it and
-            its result is bit-identical. None: everything in memory.
-        progress: called after each block with (blocks done, blocks, seconds so far).
+        options: see `Options`. dtype: in what the blocks are computed.
 
     Raises:
         KaruiError: unknown method or setting, a pattern that matches nothing, a group size that does not divide, a calibration
@@ -65,51 +45,34 @@ def quantize_model(
     """
     path = Path(folder)
     config = read_config(path)
-    model = load(path, dtype)
-    return quantize_loaded(
-        model, config, method_name, spec, rows, settings=settings, targets=targets, skip=skip, overrides=overrides, batch=batch,
-        seed=seed, device=device, work=work, progress=progress, source=_source(path),
-    )  # fmt: skip
+    return quantize_loaded(load(path, dtype), config, method_name, spec, rows, options, source=_source(path))
 
 
 def quantize_loaded(
-    model: nn.Module,
-    config: dict[str, Any],
-    method_name: str,
-    spec: QuantSpec | str,
-    rows: torch.Tensor | None = None,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    targets: Sequence[str] = ("all-linear",),
-    skip: Sequence[str] = (),
-    overrides: Mapping[str, QuantSpec | str] | None = None,
-    batch: int = 8,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-    work: str | Path | None = None,
-    progress: Progress | None = None,
-    source: Any = None,
-) -> QuantizedModel:
+    model: nn.Module, config: Mapping[str, Any], method_name: str, spec: QuantSpec | str, rows: torch.Tensor | None = None,
+    options: Options | None = None, *, source: Any = None,
+) -> QuantizedModel:  # fmt: skip
     """`quantize_model` on a transformers model in memory, which is changed in place: afterwards it computes with the result.
 
-    Fused experts are taken apart first (`karui.qat.experts`), so their weights appear expert by expert.
+    Fused experts are taken apart first (`karui.qat.experts`), so their weights appear expert by expert. `source` goes into the
+    fingerprint of a work folder.
     """
-    started = time.perf_counter()
-    chosen, settings_ = method(method_name), dict(settings or {})
+    started, options = time.perf_counter(), options or Options()
+    chosen, seed, batch, work = method(method_name), options.seed, options.batch, options.work
     module = chosen.load()
-    method_config: MethodConfig = module.CONFIG.build(settings_)
+    method_config: MethodConfig = module.CONFIG.build(options.settings)
     spec = QuantSpec.parse(spec) if isinstance(spec, str) else spec
     refuse_quantized(model, config)
     if fused := unfuse(model):
         log.info("%d fused mixtures of experts taken apart, so that each expert is quantized on its own", len(fused))
-    device = torch.device(device)
+    device = torch.device(options.device)
     base, layers, prefix = decoder_of(model)
     model.eval().requires_grad_(False)
     config = dict(config)
     notes: list[LayerReport] = []
     if hasattr(module, "prepare_model"):  # methods that fold something into the whole model first
         notes = module.prepare_model(model, config, method_config, seed)
-    specs = choose(layers, prefix, spec, targets, skip, overrides or {})
+    specs = choose(layers, prefix, spec, options.targets, options.skip, options.overrides)
     rows = _check_rows(rows, chosen, model, specs, layers, prefix)
     facts = {
         "method": chosen.name, "settings": method_config.model_dump(), "spec": str(spec), "seed": seed, "batch": batch,
@@ -129,9 +92,8 @@ def quantize_loaded(
         if block.linears and not block.report:
             module.quantize_block(block, method_config)
         _finish(block, done, report)
-        yielded = block.index + 1
-        if progress is not None:
-            progress(yielded, len(layers), time.perf_counter() - started)
+        if options.progress is not None:
+            options.progress(block.index + 1, len(layers), time.perf_counter() - started)
     weights: dict[str, QTensor | torch.Tensor] = {}
     tied = _tied_head(model)
     for name, tensor in model.state_dict().items():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from karui.configs.errors import KaruiError, nearest
+from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
 
 
@@ -32,6 +34,31 @@ class MethodConfig(BaseModel):
                     f"{cls.__name__}: unknown setting {key!r}; valid: {', '.join(valid)}.{nearest(key, valid)}"
                 ) from error
             raise KaruiError(f"{cls.__name__}.{key}: {item['msg']} (given: {item.get('input')!r}).") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How `quantize_model` goes about it, whatever the method.
+
+    Attributes:
+        settings: the method's own settings, see its config.
+        targets, skip: glob patterns over module names (`*.mlp.*`, `q_proj`); `all-linear` is every linear of the blocks.
+        overrides: pattern -> another grid for the linears it matches; later patterns win.
+        batch: rows per forward pass. seed: of the methods that draw random numbers. device: where the blocks are computed.
+        work: folder for hidden states and finished blocks; a killed run with the same options continues from it and its result
+            is bit-identical. None: everything in memory.
+        progress: called after each block with (blocks done, blocks, seconds so far).
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    targets: Sequence[str] = ("all-linear",)
+    skip: Sequence[str] = ()
+    overrides: Mapping[str, QuantSpec | str] = field(default_factory=dict)
+    batch: int = 8
+    seed: int = 0
+    device: str | torch.device = "cpu"
+    work: str | Path | None = None
+    progress: Callable[[int, int, float], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ def quantize_to_bundle(
     from karui.kernels.quantize import quantize
     from karui.qat.methods import method as find_method
     from karui.qat.run import quantize_model, read_config
+    from karui.qat.types import Options
     from karui.trainers.parity import make_gate, quantized_model
 
     find_method(method)
@@ -57,8 +58,7 @@ def quantize_to_bundle(
             method,
             spec,
             rows,
-            work=work,
-            progress=lambda done, total, seconds: bar.update(task, completed=done, total=total),
+            Options(work=work, progress=lambda done, total, seconds: bar.update(task, completed=done, total=total)),
         )
     grid = QuantSpec.parse(embedding)
     weights: dict[str, Any] = dict(result.weights)

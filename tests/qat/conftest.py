@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from karui.qat.run import quantize_loaded
-from karui.qat.types import QuantizedModel
+from karui.qat.types import Options, QuantizedModel
 
 SIZES: dict[str, Any] = dict(
     vocab_size=199, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
@@ -34,7 +34,7 @@ def rows(samples: int = 8, length: int = 32, seed: int = 1) -> torch.Tensor:
 
 
 def run(model: Any, method: str, spec: str = "w4g16", data: torch.Tensor | None = None, **named: Any) -> QuantizedModel:
-    return quantize_loaded(model, model.config.to_dict(), method, spec, rows() if data is None else data, **named)
+    return quantize_loaded(model, model.config.to_dict(), method, spec, rows() if data is None else data, Options(**named))
 
 
 @pytest.fixture(autouse=True)

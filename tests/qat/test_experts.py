@@ -45,7 +45,7 @@ def test_taking_experts_apart_leaves_the_logits_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_expert_stays_in_high_precision(kind: str, name: str) -> None:
     model = moe(kind)
-    result = run(model, name, names_for(name), settings=QUICK.get(name))
+    result = run(model, name, names_for(name), settings=QUICK.get(name, {}))
     quantized = {n for n, v in result.weights.items() if isinstance(v, QTensor)}
     assert len(quantized) == KINDS[kind] and sum(".experts." in n for n in quantized) == 2 * 6 * 3
     assert not any(isinstance(v, torch.Tensor) and v.ndim == 3 for v in result.weights.values())
@@ -91,7 +91,7 @@ def test_an_expert_no_token_reached_has_finite_codes() -> None:
         layer.mlp.gate.weight.data[5] = layer.mlp.gate.weight.data[4] * 0.0
         layer.mlp.gate.weight.data[:2] *= 30
     for name in METHODS_HERE:
-        found = run(moe_copy(model), name, names_for(name), settings=QUICK.get(name))
+        found = run(moe_copy(model), name, names_for(name), settings=QUICK.get(name, {}))
         assert all(torch.isfinite(v).all() for v in found.dense().values()), name
 
 

@@ -31,7 +31,7 @@ def names_for(name: str) -> str:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_calibrated_model_is_the_exported_one(name: str, kind: str) -> None:
     model = tiny(kind, tie_word_embeddings=False)
-    result = run(model, name, names_for(name), settings=QUICK.get(name))
+    result = run(model, name, names_for(name), settings=QUICK.get(name, {}))
     other = tiny(kind, seed=5, tie_word_embeddings=False)
     missing = other.load_state_dict(result.dense(), strict=True)
     assert not missing.missing_keys
@@ -43,7 +43,7 @@ def test_the_calibrated_model_is_the_exported_one(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_linear_and_the_embedding_have_a_fate(name: str) -> None:
     model = tiny()
-    result = run(model, name, names_for(name), settings=QUICK.get(name))
+    result = run(model, name, names_for(name), settings=QUICK.get(name, {}))
     named = [r.name for r in result.report]
     assert len(named) == len(set(named)) == 3 * 7 + 2
     for entry in result.report:
@@ -59,7 +59,7 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_resume_after_a_kill_is_bit_identical(name: str, tmp_path: Path) -> None:
-    settings = QUICK.get(name)
+    settings = QUICK.get(name, {})
     whole = run(tiny(), name, names_for(name), settings=settings)
 
     def kill(done: int, blocks: int, seconds: float) -> None:
