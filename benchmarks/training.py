@@ -93,7 +93,7 @@ def worker(folder: Path, steps: int, micro_tokens: int) -> None:
     import numpy as np
     import torch
 
-    from karui.adapters.lora import adapter_values, load_values
+    from karui.adapters.files import adapter_values, load_values
     from karui.configs.recipe import Recipe
     from karui.trainers.data import Sample, SampleSet
     from karui.trainers.loop import read_log

@@ -153,7 +153,7 @@ def trained_by(recipe: Recipe, model: Any, shape: ModelShape) -> Trained:
     Raises:
         KaruiError: adapter targets that match nothing, or a rank above a matrix's dimensions.
     """
-    from karui.adapters.lora import check_rank, resolve_targets
+    from karui.adapters.targets import check_rank, resolve_targets
 
     steps = [s for s in recipe.prepare if isinstance(s, LoraStep)]
     if not steps:

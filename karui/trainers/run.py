@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from karui.trainers.stages import Stage
 
 logger = logging.getLogger(__name__)
-STAGES = "stages.safetensors"
+STAGES, OBJECTIVE = "stages.safetensors", "objective.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def run_recipe(
     from accelerate.utils import DistributedType
 
     from karui.trainers import checkpoint as ckpt
-    from karui.trainers import tracking
+    from karui.trainers import sharding, tracking
     from karui.trainers.loop import Loop, LoopState
     from karui.trainers.model import enable_recompute
     from karui.trainers.objectives import make_objective
@@ -88,10 +88,13 @@ def run_recipe(
         log_with=tracking.tracker_names(recipe) or None,
         project_dir=str(folder),
     )
-    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+    if accelerator.distributed_type not in (
+        DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP
+    ):
         raise UnsupportedError(
-            f"distributed mode {accelerator.distributed_type.value} is not supported; launch with DDP: "
-            f"accelerate launch --multi_gpu --num_processes N, or torchrun --nproc_per_node N, -m karui.trainers.run RECIPE."
+            f"distributed mode {accelerator.distributed_type.value} is not supported; launch with DDP or FSDP2: "
+            f"accelerate launch --multi_gpu --num_processes N, or torchrun --nproc_per_node N, -m karui.trainers.run RECIPE "
+            f"[--set run.sharding=fsdp2]."
         )
     _set_threads(recipe, accelerator)
     main = accelerator.is_main_process
@@ -101,24 +104,31 @@ def run_recipe(
             _preflight(recipe, accelerator.num_processes)
         return RunResult(folder=folder, final=None, is_adapter=False)
     setup = setup or prepare(recipe)
-    loss = make_objective(recipe, setup.model)
+    loss = setup.objective = make_objective(setup)
     _check_isolation(recipe, loss, setup.samples)
     if recipe.run.recompute == "full":
         enable_recompute(setup.model)
-    optimizer: Any = make_optimizer(recipe, loss, setup.stages)
-    loss.to(accelerator.device)
-    module, optimizer = accelerator.prepare(loss, optimizer)
-    inner = optimizer.optimizer
-    for stage in setup.stages:
-        stage.attach(inner)
-
     state = LoopState()
     if start is not None:
         stored, tensors = ckpt.read_checkpoint(start)
         ckpt.check_belongs(stored, recipe, base=setup.base, data=setup.data, source=str(start))
         load_weights(setup, start)
-        ckpt.restore_optimizer(inner, loss, tensors, str(start))
         state = LoopState(**stored["loop"])
+    loss.to(accelerator.device)
+    split = sharding.wanted(recipe, accelerator)
+    module: Any
+    optimizer: Any
+    if split:
+        sharding.shard(loss, accelerator)
+        module = loss
+        optimizer = inner = make_optimizer(recipe, loss, setup.stages)
+    else:
+        module, optimizer = accelerator.prepare(loss, make_optimizer(recipe, loss, setup.stages))
+        inner = optimizer.optimizer
+    for stage in setup.stages:
+        stage.attach(inner)
+    if start is not None:
+        ckpt.restore_optimizer(inner, loss, tensors, str(start))
     if main:
         _open_folder(folder, recipe, keep_steps=state.step if start is not None else None)
     accelerator.wait_for_everyone()
@@ -127,13 +137,15 @@ def run_recipe(
         from accelerate.utils import gather_object
 
         states = gather_object([ckpt.rng_state()])
-        if main:
-            ckpt.write_checkpoint(
-                folder, now.step,
-                {"loop": vars(now), "recipe": recipe.dump(), "base": setup.base, "data": setup.data, "rng": states,
-                 "world": accelerator.num_processes, "total": total, "torch": torch.__version__},
-                ckpt.optimizer_tensors(inner, loss), lambda scratch: save_weights(setup, scratch), recipe.run.keep,
-            )
+        moments = ckpt.optimizer_tensors(inner, loss)
+        with sharding.gathered(loss, frozen=not setup.is_adapter):
+            if main:
+                ckpt.write_checkpoint(
+                    folder, now.step,
+                    {"loop": vars(now), "recipe": recipe.dump(), "base": setup.base, "data": setup.data, "rng": states,
+                     "world": accelerator.num_processes, "total": total, "torch": torch.__version__},
+                    moments, lambda scratch: save_weights(setup, scratch), recipe.run.keep,
+                )
         accelerator.wait_for_everyone()
 
     from karui.trainers.data import total_steps
@@ -161,8 +173,10 @@ def run_recipe(
         if loop.interrupted:
             progress.note(f"stopped by {loop.interrupted} after step {state.step} of {total}, checkpoint written; "
                           f"to go on: the same command with --resume")
-        elif main:
-            _finish(setup, folder, metrics)
+        else:
+            with sharding.gathered(loss, frozen=not setup.is_adapter):
+                if main:
+                    _finish(setup, folder, metrics)
         accelerator.wait_for_everyone()
     finally:
         tracker.finish()  # also ends the process group, so after the last barrier
@@ -179,6 +193,7 @@ class Setup:
         base: fingerprint of the model as it was loaded.
         data: hash of the training samples.
         stages: the recipe's prepare steps at work, in their order.
+        objective: the recipe's objective around the model, once the run has made it.
         held_out: evaluation samples, None when the recipe names none.
     """
 
@@ -190,6 +205,7 @@ class Setup:
     base: str
     data: str
     stages: list[Stage] = field(default_factory=list)
+    objective: Any = None
 
     @property
     def is_adapter(self) -> bool:
@@ -207,7 +223,7 @@ def prepare(recipe: Recipe) -> Setup:
     import torch
     from transformers import AutoTokenizer
 
-    from karui.adapters.lora import fingerprint
+    from karui.adapters.files import fingerprint
     from karui.trainers.data import load_samples
     from karui.trainers.model import install_lean_ops, load_model, weights_folder
     from karui.trainers.stages import Context, check_order, make_stages
@@ -261,6 +277,8 @@ def save_weights(setup: Setup, folder: Path) -> None:
     tensors = {f"{i}/{k}": v.detach().cpu().clone() for i, s in enumerate(setup.stages) for k, v in s.state().items()}
     if tensors:
         save_file(tensors, str(folder / STAGES))
+    if setup.objective is not None and (own := setup.objective.state()):
+        save_file({k: v.detach().cpu().contiguous() for k, v in own.items()}, str(folder / OBJECTIVE))
 
 
 def load_weights(setup: Setup, folder: Path) -> None:
@@ -276,10 +294,12 @@ def load_weights(setup: Setup, folder: Path) -> None:
     tensors = load_file(str(folder / STAGES)) if (folder / STAGES).is_file() else {}
     for i, stage in enumerate(setup.stages):
         stage.load({k.partition("/")[2]: v for k, v in tensors.items() if k.partition("/")[0] == str(i)})
+    if setup.objective is not None:
+        setup.objective.load(load_file(str(folder / OBJECTIVE)) if (folder / OBJECTIVE).is_file() else {})
 
 
 def _finish(setup: Setup, folder: Path, metrics: dict[str, Any]) -> None:
-    from karui.adapters.lora import replace_folder
+    from karui.adapters.files import replace_folder
     from karui.trainers.converted import save_converted
 
     scratch = folder / f".final.tmp{os.getpid()}"
@@ -292,6 +312,7 @@ def _finish(setup: Setup, folder: Path, metrics: dict[str, Any]) -> None:
         for stage in reversed(setup.stages):
             stage.finish(setup.model)
         save_converted(setup.model, quantized, scratch)
+        setup.objective.save(scratch)
         setup.tokenizer.save_pretrained(str(scratch))
     replace_folder(scratch, folder / "final")
     _write_json(folder / "metrics.json", metrics)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from karui.adapters.lora import adapter_values, attach, fingerprint, load_adapter, resolve_targets, save_adapter
+from karui.adapters.files import adapter_values, fingerprint, load_adapter, save_adapter
+from karui.adapters.lora import attach
 from karui.adapters.merge import merge_adapter
 from karui.adapters.quantized_linear import QuantizedLinear
+from karui.adapters.targets import resolve_targets
 from karui.configs.errors import CorruptError, KaruiError
 from karui.configs.quantspec import QuantSpec
 from karui.configs.steps import LoraStep

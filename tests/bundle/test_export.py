@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from karui.adapters.lora import SIDE_FILE
+from karui.adapters.files import SIDE_FILE
 from karui.catalogue import resolve
 from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec

@@ -1,15 +1,19 @@
-"""LoRA and QLoRA as a step of a run."""
+"""Adapters as a step of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from karui.trainers.stages.base import Stage
+
+EVA_TOKENS, EVA_BATCHES = 2048, 16
 
 
 class LoraStage(Stage):
-    """See `karui.adapters.lora`."""
+    """See `karui.adapters.lora`, and `karui.adapters.lora_plus` for the groups of the optimizer."""
 
     order = 30
     is_adapter = True
@@ -17,14 +21,49 @@ class LoraStage(Stage):
     def prepare(self, model: Any) -> Any:
         from karui.adapters.lora import attach
 
-        return attach(model, self.step).model
+        return attach(model, self.step, look=self._look() if self.step.init == "eva" else None).model
+
+    def param_groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        from karui.adapters.lora_plus import plus_groups
+
+        return plus_groups(model, groups, ratio=self.step.lr_ratio, embedding_lr=self.step.embedding_lr,
+                           lr=self.context.recipe.optim.lr)
 
     def save(self, model: Any, folder: Path) -> None:
-        from karui.adapters.lora import write_adapter
+        from karui.adapters.files import write_adapter
 
         write_adapter(model, folder, base=self.context.base, base_name=self.context.recipe.model.name, base_spec=self.step.base)
 
     def restore(self, model: Any, folder: Path) -> None:
-        from karui.adapters.lora import adapter_values, load_values
+        from karui.adapters.files import resume_values
 
-        load_values(model, adapter_values(folder), str(folder))
+        resume_values(model, folder, self._original)
+
+    def _look(self) -> Any:
+        """The first samples, packed, for `init: eva`."""
+        from karui.adapters.lora import Look
+        from karui.trainers.data import collate, plan_epoch
+        from karui.trainers.model import base_model
+
+        samples = self.context.samples
+        plan = plan_epoch(samples.lengths, batch=len(samples), micro_tokens=EVA_TOKENS, shuffle=False)
+        batches = [collate([samples[i] for i in micro]) for micro in plan[0][:EVA_BATCHES]]
+
+        def forward(model: Any, batch: Any) -> None:
+            body = base_model(model).get_decoder()  # type: ignore[operator]
+            body(input_ids=batch.tokens.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False,
+                 cu_seqlens=batch.cu_seqlens)
+
+        return Look(batches=batches, forward=forward)
+
+    def _original(self, name: str) -> torch.Tensor:
+        """The weight [out, in] of a linear as the model's folder has it."""
+        from safetensors import safe_open
+
+        from karui.configs.errors import KaruiError
+
+        for path in sorted(self.context.model_folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                if f"{name}.weight" in file.keys():  # noqa: SIM118
+                    return file.get_tensor(f"{name}.weight")
+        raise KaruiError(f"{self.context.model_folder} has no {name}.weight, needed to make the checkpoint's base again.")

@@ -1,0 +1,97 @@
+"""Which modules of a model an adapter is put on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from karui.adapters.quantized_linear import QuantizedLinear
+from karui.configs.errors import KaruiError, nearest
+
+
+def linears(model: nn.Module) -> list[str]:
+    """Full names of all linear layers, packed ones too."""
+    return [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, QuantizedLinear))]
+
+
+def resolve_targets(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
+    """Full names of the linears that `targets` means: all but the output head, or those whose name ends in a given one.
+
+    Raises:
+        KaruiError: a name that matches nothing (the model's names are listed), a tied output head.
+    """
+    every, head = linears(model), head_names(model)
+    if targets == "all-linear":
+        found = [n for n in every if n not in head]
+        if not found:
+            raise KaruiError(f"targets all-linear: {type(model).__name__} has no linear layer besides its output head.")
+        return found
+    chosen = _matching(every, (targets,) if isinstance(targets, str) else targets, "adapter target", "linear layer")
+    if tied := sorted(chosen & head) if is_tied(model) else []:
+        raise KaruiError(
+            f"adapter target {tied[0]!r} shares its weight with the embedding; a merged adapter would change both. "
+            f"Leave it out of targets."
+        )
+    return [n for n in every if n in chosen]
+
+
+def resolve_modules(model: nn.Module, names: tuple[str, ...]) -> list[str]:
+    """Full names of the modules with weights of their own that `train_also` means.
+
+    Raises:
+        KaruiError: a name that matches nothing, or a head alone that shares its weight with the embedding.
+    """
+    every = [n for n, m in model.named_modules() if n and any(True for _ in m.parameters(recurse=False))]
+    chosen = _matching(every, names, "train_also", "module with weights")
+    if is_tied(model) and chosen & head_names(model):
+        embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())  # type: ignore[operator]
+        raise KaruiError(f"train_also: the output head shares its weight with {embedding}; write "
+                         f"{embedding.rpartition('.')[2]!r} instead, which trains both as the one matrix they are.")
+    return [n for n in every if n in chosen]
+
+
+def check_rank(model: nn.Module, targets: list[str], rank: int) -> None:
+    """Raise `KaruiError` when a target's smaller dimension is below `rank`."""
+    for name in targets:
+        module: Any = model.get_submodule(name)
+        limit = min(module.in_features, module.out_features)
+        if rank > limit:
+            raise KaruiError(
+                f"rank {rank} is above the dimensions of {name} ({module.out_features} x {module.in_features}); "
+                f"a low-rank update has at most rank {limit}. Lower prepare's rank or leave that layer out of targets."
+            )
+
+
+def head_names(model: nn.Module) -> set[str]:
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    return {n for n, m in model.named_modules() if m is head}
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether output head and embedding are one matrix."""
+    get_in, get_out = getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None)
+    if not callable(get_in) or not callable(get_out) or get_in() is None or get_out() is None:
+        return False
+    return get_in().weight is get_out().weight
+
+
+def shortest(model: nn.Module, targets: list[str]) -> list[str]:
+    """Leaf names when they mean exactly `targets` (the form other tools write), else the full names."""
+    leaves = sorted({n.rpartition(".")[2] for n in targets})
+    meant = {n for n in linears(model) if n.rpartition(".")[2] in leaves}
+    return leaves if meant == set(targets) else list(targets)
+
+
+def _matching(every: list[str], wanted: tuple[str, ...], what: str, kind: str) -> set[str]:
+    chosen: set[str] = set()
+    for name in wanted:
+        matches = [n for n in every if n == name or n.endswith("." + name)]
+        if not matches:
+            leaves = sorted({n.rpartition(".")[2] for n in every})
+            raise KaruiError(
+                f"{what} {name!r} matches no {kind}; this model's: {', '.join(leaves)}.{nearest(name, leaves)}"
+            )
+        chosen.update(matches)
+    return chosen
