@@ -60,7 +60,7 @@ def truncated_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.
 
 
 def halves(matrix: torch.Tensor, rank: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best L [out, rank] and R [rank, in], fp32, for s L R to be close to the matrix; the singular values are split evenly."""
+    """The L [out, rank] and R [rank, in], fp32, whose s L R is closest to the matrix; singular values are split evenly."""
     u, s, vt = truncated_svd(matrix, rank)
     root = (s / scaling).sqrt()
     return (u * root).float(), (root.unsqueeze(1) * vt).float()
