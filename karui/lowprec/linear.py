@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from karui.kernels.quantize.compat import Compat
-from karui.kernels.quantize.noise import noise_bits
+from karui.kernels.quantize.fused import NoiseKey
 from karui.lowprec.backends import multiply
-from karui.lowprec.operand import Coded, encode, largest, rebuild, tensors_of, transpose
+from karui.lowprec.operand import Coded, encode, largest, rebuild, tensors_of, transpose, values
 from karui.lowprec.precision import GEMMS, Gemm, GemmFormat, Operand, Precision
 from karui.lowprec.state import LowPrecisionState, keep_dtypes
 
@@ -162,20 +162,22 @@ class _LowPrecisionGemms(torch.autograd.Function):
         x_amax = largest(x)
         if training:
             state.record(plan.layer, 0, x_amax)
-        a = encode(x, left, compat=plan.library["fprop"], amax=x_amax, scale=scale[0])
+        keeps_codes = ctx.needs_input_grad[1] and plan.shares_input
+        a, coded = _operand(x, left, plan, "fprop", amax=x_amax, scale=scale[0], keep=keeps_codes)
         b = module.kept("fprop")
         if b is None:
             assert w is not None
             w_amax = largest(w) if right.delayed else None
             if training and w_amax is not None:
                 state.record(plan.layer, 1, w_amax)
-            b = encode(w, right, compat=plan.library["fprop"], amax=w_amax, scale=scale[1])
+            b, _ = _operand(w, right, plan, "fprop", amax=w_amax, scale=scale[1])
         ctx.module, ctx.plan, ctx.state, ctx.training, ctx.like = module, plan, state, training, None
         ctx.weight_dtype = None if w is None else w.dtype
         saved: list[torch.Tensor | None] = []
-        if ctx.needs_input_grad[1] and plan.shares_input:
-            ctx.like = rebuild(a, {name: torch.empty(0) for name in tensors_of(a)})
-            saved = list(tensors_of(a).values())
+        if keeps_codes:
+            assert coded is not None
+            ctx.like = rebuild(coded, {name: torch.empty(0) for name in tensors_of(coded)})
+            saved = list(tensors_of(coded).values())
         elif ctx.needs_input_grad[1]:
             saved = [x]
         ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, scale, state.step.clone(), *saved)
@@ -192,29 +194,33 @@ class _LowPrecisionGemms(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             left, right = plan.operands["dgrad"]
-            library = plan.library["dgrad"]
-            noise = _noise(dy, left, plan, step, "dgrad")
-            a = encode(dy, left, compat=library, amax=amax, scale=scale[2], noise=noise)
+            a, _ = _operand(dy, left, plan, "dgrad", amax=amax, scale=scale[2], step=step)
             b = ctx.module.kept("dgrad")
             if b is None:
-                b = encode(w.t(), right, compat=library, scale=scale[1])
+                b, _ = _operand(w.t(), right, plan, "dgrad", scale=scale[1])
             dx = multiply(a, b, plan.backend, dy.dtype)
         if ctx.needs_input_grad[1]:
             left, right = plan.operands["wgrad"]
-            library = plan.library["wgrad"]
-            noise = _noise(dy.t(), left, plan, step, "wgrad")
-            a = encode(dy.t(), left, compat=library, amax=amax, scale=scale[2], noise=noise)
+            a, _ = _operand(dy.t(), left, plan, "wgrad", amax=amax, scale=scale[2], step=step)
             if ctx.like is not None:
                 b = transpose(rebuild(ctx.like, dict(zip(tensors_of(ctx.like), saved))))
             else:
-                b = encode(saved[0].t(), right, compat=library, scale=scale[0])
+                b, _ = _operand(saved[0].t(), right, plan, "wgrad", scale=scale[0])
             dw = multiply(a, b, plan.backend, ctx.weight_dtype)
         return dx, dw, None, None, None, None
 
 
-def _noise(x: torch.Tensor, operand: Operand, plan: Plan, step: torch.Tensor, gemm: str) -> torch.Tensor | None:
-    if not operand.stochastic:
-        return None
-    width = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
-    shape = (x.shape[0], width)
-    return noise_bits(shape, seed=plan.seed, step=step, layer=plan.layer, tensor=_NOISE[gemm], device=x.device)
+def _operand(
+    x: torch.Tensor, operand: Operand, plan: Plan, gemm: Gemm, *, amax: torch.Tensor | None = None, scale: torch.Tensor,
+    step: torch.Tensor | None = None, keep: bool = False,
+) -> tuple[Coded, Coded | None]:  # fmt: skip
+    """(what the backend multiplies, the codes where `keep` asks for them)."""
+    noise = None
+    if operand.stochastic:
+        assert step is not None
+        noise = NoiseKey(plan.seed, step, plan.layer, _NOISE[gemm])
+    how: dict[str, Any] = dict(compat=plan.library[gemm], amax=amax, scale=scale, noise=noise)
+    if plan.backend == "emulate":
+        return values(x, operand, keep=keep, **how)
+    coded = encode(x, operand, **how)
+    return coded, coded

@@ -1,4 +1,4 @@
-"""From a matrix and an `Operand` to its codes, by the one oracle in `karui.kernels.quantize`."""
+"""From a matrix and an `Operand` to its codes, or to the values they stand for, by the one oracle in `karui.kernels.quantize`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 
 from karui.kernels.quantize.compat import Compat
 from karui.kernels.quantize.elements import E2M1, E4M3, ELEMENTS
-from karui.kernels.quantize.microscaling import Microscaled, quantize_mx
-from karui.kernels.quantize.nvfp4 import Nvfp4, quantize_nvfp4, random_hadamard
+from karui.kernels.quantize.fused import NoiseKey, scaled_codes, scaled_values, tile_amax
+from karui.kernels.quantize.microscaling import BLOCK, Microscaled, e8m0_value, multiplier, quantize_mx, scale_exponent
+from karui.kernels.quantize.nvfp4 import TILES as FP4_TILES
+from karui.kernels.quantize.nvfp4 import Nvfp4, block_scales, global_scale, quantize_nvfp4, random_hadamard
+from karui.kernels.quantize.scaled_float8 import TILES as FP8_TILES
 from karui.kernels.quantize.scaled_float8 import ScaledFloat8, quantize_float8, tile_scales
 from karui.lowprec.precision import Operand
 
@@ -24,7 +27,17 @@ class High:
         return self.value
 
 
-Coded = High | ScaledFloat8 | Microscaled | Nvfp4
+@dataclass(frozen=True)
+class Values:
+    """What an operand's codes stand for, fp32: what emulation multiplies."""
+
+    value: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        return self.value
+
+
+Coded = High | Values | ScaledFloat8 | Microscaled | Nvfp4
 
 
 def encode(
@@ -34,19 +47,20 @@ def encode(
     compat: Compat = "te",
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
-    noise: torch.Tensor | None = None,
+    noise: NoiseKey | None = None,
 ) -> Coded:
     """Quantize `x` [M, K] along K.
 
     Args:
         amax: largest magnitude of `x` (fp32, one element) where the caller has it already.
         scale: the encode scale of delayed scaling; 0 (no history yet) takes the current one.
-        noise: int32 bits for stochastic rounding, [M, K] (K padded to 16 under `hadamard`).
+        noise: where stochastic rounding draws its bits (for [M, K], K padded to 16 under `hadamard`).
     """
     if operand.format == "high":
         return High(x)
     if operand.hadamard:
         x, amax = random_hadamard(x), None
+    bits = None if noise is None else noise.bits(x.shape, x.device)
     if operand.format in ("e4m3", "e5m2"):
         element = ELEMENTS[operand.format]
         if operand.delayed and scale is not None:
@@ -54,9 +68,56 @@ def encode(
             return quantize_float8(x, element=element, compat=compat, scale=torch.where(scale > 0, scale, current))
         return quantize_float8(x, tile=operand.tile, element=element, compat=compat)
     if operand.format == "nvfp4":
-        return quantize_nvfp4(x, tile=operand.tile, compat=compat, amax=amax, noise=noise)  # type: ignore[arg-type]
+        return quantize_nvfp4(x, tile=operand.tile, compat=compat, amax=amax, noise=bits)  # type: ignore[arg-type]
     # training rounds the scale up whatever the library's default: a clipped peak is a bias no rounding repairs
-    return quantize_mx(x, element=E4M3 if operand.format == "mxfp8" else E2M1, mode="rceil", compat=compat, noise=noise)
+    return quantize_mx(x, element=E4M3 if operand.format == "mxfp8" else E2M1, mode="rceil", compat=compat, noise=bits)
+
+
+def values(
+    x: torch.Tensor,
+    operand: Operand,
+    *,
+    compat: Compat = "te",
+    amax: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    noise: NoiseKey | None = None,
+    keep: bool = False,
+) -> tuple[Values | High, Coded | None]:
+    """(`encode(...).dequantize()`, bit for bit, without the codes between; the codes too where `keep` asks for them).
+
+    Args as in `encode`. The values are fp32 [M, K], laid out in memory as `x`; an operand in high precision is `x` itself.
+    """
+    if operand.format == "high":
+        return High(x), High(x)
+    unlike = compat == "ao" if operand.format == "nvfp4" else compat == "deepgemm" and operand.format == "mxfp4"
+    if unlike or x.numel() == 0 or (keep and operand.tile != "tensor"):
+        coded = encode(x, operand, compat=compat, amax=amax, scale=scale, noise=noise)
+        return Values(coded.dequantize()), coded
+    if operand.hadamard:
+        x, amax = random_hadamard(x), None
+    if operand.format in ("e4m3", "e5m2"):
+        element = ELEMENTS[operand.format]
+        rows, cols = FP8_TILES[operand.tile]
+        tile = (rows or x.shape[0], cols or x.shape[1])
+        top = amax.reshape(1, 1) if amax is not None and operand.tile == "tensor" else tile_amax(x, *tile)
+        enc, dec = tile_scales(top, element, compat, compat == "te" and "128" in operand.tile)
+        if operand.delayed and scale is not None:
+            enc = torch.where(scale > 0, scale, enc)
+            dec = 1.0 / enc
+        if keep:
+            codes, out = scaled_codes(x, enc, dec, element)
+            return Values(out), ScaledFloat8(codes, dec, tile)
+        return Values(scaled_values(x, enc, dec, tile, element)), None
+    if operand.format == "nvfp4":
+        tile = FP4_TILES[operand.tile]
+        top = tile_amax(x, *tile)
+        whole = global_scale((top.amax() if amax is None else amax).reshape(1))
+        stored, enc = block_scales(top, whole)
+        return Values(scaled_values(x, enc, stored.float() / whole, tile, E2M1, noise)), None
+    element = E4M3 if operand.format == "mxfp8" else E2M1
+    exponent = scale_exponent(tile_amax(x, 1, BLOCK), element, "rceil", compat)
+    enc, dec = multiplier(exponent, "rceil", compat), e8m0_value(exponent)
+    return Values(scaled_values(x, enc, dec, (1, BLOCK), element, noise)), None
 
 
 def transpose(coded: Coded) -> Coded:
@@ -71,7 +132,7 @@ def transpose(coded: Coded) -> Coded:
 
 def tensors_of(coded: Coded) -> dict[str, torch.Tensor]:
     """The tensors that make up `coded`, by name."""
-    if isinstance(coded, High):
+    if isinstance(coded, (High, Values)):
         return {"value": coded.value}
     if isinstance(coded, Microscaled):
         return {"codes": coded.codes, "exponent": coded.exponent}
@@ -82,8 +143,8 @@ def tensors_of(coded: Coded) -> dict[str, torch.Tensor]:
 
 def rebuild(like: Coded, tensors: dict[str, torch.Tensor]) -> Coded:
     """The inverse of `tensors_of`, with the kind and tile of `like`."""
-    if isinstance(like, High):
-        return High(tensors["value"])
+    if isinstance(like, (High, Values)):
+        return type(like)(tensors["value"])
     if isinstance(like, Microscaled):
         return Microscaled(tensors["codes"], tensors["exponent"], like.element)
     if isinstance(like, Nvfp4):

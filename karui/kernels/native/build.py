@@ -22,6 +22,7 @@ from karui.configs.errors import KaruiError
 log = logging.getLogger(__name__)
 
 SOURCES = ("model.cpp", "attention.h", "ops.h", "gemm.h", "simd.h", "weights.h", "threads.h")
+LOWBIT = ("lowbit.cpp",)
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 # Per instruction set: what the CPU must have (names of /proc/cpuinfo) and the compiler's flags. Best first.
 _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -63,24 +64,25 @@ def compiler() -> str | None:
     return None
 
 
-def build(isa: str) -> Path:
-    """The compiled library for `isa`, compiling it (10 to 30 s) when the cache lacks it.
+def build(isa: str, sources: tuple[str, ...] = SOURCES) -> Path:
+    """The compiled library for `isa`, compiling it (10 to 30 s) when the cache lacks it; the first of `sources` includes the rest.
 
     Raises `KaruiError` when there is no compiler or it fails, with the first lines of its message.
     """
     here = Path(__file__).parent
+    stem = "karui" if sources is SOURCES else Path(sources[0]).stem
     cxx = compiler()
     flags = (*_COMMON, *_ISAS[isa][1])
     digest = hashlib.sha256(repr((flags, cxx)).encode())
-    for name in SOURCES:
+    for name in sources:
         digest.update((here / name).read_bytes())
-    target = cache_folder() / f"karui-{isa}-{digest.hexdigest()[:16]}.so"
+    target = cache_folder() / f"{stem}-{isa}-{digest.hexdigest()[:16]}.so"
     if target.exists():
         return target
     if cxx is None:
         raise KaruiError("no C++ compiler found (g++, clang++ or c++, or $CXX); install one for the native kernels.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.parent / f"{isa}.lock", "w") as lock:
+    with open(target.parent / f"{stem}-{isa}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
             return target
@@ -88,7 +90,7 @@ def build(isa: str) -> Path:
         handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
         os.close(handle)
         try:
-            done = subprocess.run([cxx, *flags, "-o", temporary, str(here / "model.cpp")], capture_output=True, text=True)
+            done = subprocess.run([cxx, *flags, "-o", temporary, str(here / sources[0])], capture_output=True, text=True)
             if done.returncode:
                 raise KaruiError(f"{cxx} could not compile the native kernels: {done.stderr.strip()[:600]}")
             os.replace(temporary, target)

@@ -78,7 +78,7 @@ def quantize_mx(
     width = x.shape[1]
     blocks = torch.nn.functional.pad(x.float(), (0, -width % BLOCK)).view(x.shape[0], -1, BLOCK)
     exponent = scale_exponent(blocks.abs().amax(-1), element, mode, compat)
-    scaled = (blocks * _multiplier(exponent, mode, compat).unsqueeze(-1)).reshape(x.shape[0], -1)[:, :width]
+    scaled = (blocks * multiplier(exponent, mode, compat).unsqueeze(-1)).reshape(x.shape[0], -1)[:, :width]
     if element is E2M1:
         codes = _deepgemm_e2m1(scaled) if compat == "deepgemm" and noise is None else elements.encode(scaled, E2M1, noise=noise)
     else:
@@ -120,7 +120,7 @@ def e8m0_value(byte: torch.Tensor) -> torch.Tensor:
     return torch.where(byte == 255, float("nan"), bits.view(torch.float32))
 
 
-def _multiplier(byte: torch.Tensor, mode: Mode, compat: Compat) -> torch.Tensor:
+def multiplier(byte: torch.Tensor, mode: Mode, compat: Compat) -> torch.Tensor:
     """What values are multiplied by before encoding: 2^(127 - byte), apart from ao's treatment of byte 0."""
     inverse = e8m0_value(254 - byte)
     if compat == "ao":
@@ -131,7 +131,7 @@ def _multiplier(byte: torch.Tensor, mode: Mode, compat: Compat) -> torch.Tensor:
 def _deepgemm_e2m1(x: torch.Tensor) -> torch.Tensor:
     """DeepGEMM's E2M1: ties go down, and zero has no sign."""
     midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
-    index = torch.bucketize(x.abs().clamp(max=6.0), midpoints)
+    index = torch.bucketize(x.abs().clamp(max=6.0).contiguous(), midpoints)
     return (index | torch.where((x < 0) & (index > 0), 8, 0)).to(torch.uint8)
 
 

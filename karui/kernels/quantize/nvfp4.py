@@ -26,6 +26,7 @@ from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import elements
 from karui.kernels.quantize.compat import FLT_MAX, Compat, check_compat, divide, spread, tiled_amax
 from karui.kernels.quantize.elements import E2M1, E4M3
+from karui.kernels.quantize.fused import hadamard_blocks
 
 BLOCK = 16
 LARGEST = 448.0 * 6.0
@@ -79,8 +80,7 @@ def quantize_nvfp4(
     amax = (block_amax.amax() if amax is None else amax.float()).reshape(1)
     enc = global_scale(amax)
     if compat == "te":
-        scale = (block_amax * divide(enc, 6.0)).clamp(max=E4M3.max).to(torch.float8_e4m3fn)
-        multiplier = (1.0 / (scale.float() / enc)).clamp(max=FLT_MAX)
+        scale, multiplier = block_scales(block_amax, enc)
         scaled = x * spread(multiplier, *size, x.shape)
     else:
         per_tensor = torch.where(amax > 0, divide(amax, LARGEST), torch.ones_like(amax))
@@ -89,6 +89,12 @@ def quantize_nvfp4(
         )
         scaled = x / spread(per_tensor * scale.float(), *size, x.shape)
     return Nvfp4(elements.encode(scaled, E2M1, noise=noise), scale, enc, size)
+
+
+def block_scales(block_amax: torch.Tensor, enc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(S_blk float8_e4m3fn, what values are multiplied by before encoding, fp32) of fp32 block maxima and S_enc [1]."""
+    scale = (block_amax * divide(enc, 6.0)).clamp(max=E4M3.max).to(torch.float8_e4m3fn)
+    return scale, (1.0 / (scale.float() / enc)).clamp(max=FLT_MAX)
 
 
 def global_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -103,17 +109,24 @@ def random_hadamard(x: torch.Tensor) -> torch.Tensor:
     Orthogonal: (x H)(y H)^T = x y^T, so a product whose two operands are both transformed is unchanged, while outliers
     along the contraction are spread over 16 values.
     """
-    x = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % BLOCK))
-    return (x.reshape(-1, BLOCK) @ hadamard16().to(x.device)).reshape(x.shape)
+    if missing := -x.shape[1] % BLOCK:
+        x = torch.nn.functional.pad(x.t(), (0, 0, 0, missing)).t()
+    return hadamard_blocks(x, signs16())
+
+
+@cache
+def signs16() -> torch.Tensor:
+    """fp32 [16]: `SIGNS`."""
+    return torch.tensor(SIGNS, dtype=torch.float32)
 
 
 @cache
 def hadamard16() -> torch.Tensor:
-    """fp32 [16, 16]: diag(SIGNS) @ Sylvester / 4; every entry is +-0.25, exact in bf16."""
+    """fp32 [16, 16]: diag(SIGNS) @ Sylvester / 4, the matrix of `random_hadamard`; every entry is +-0.25, exact in bf16."""
     h = torch.ones(1, 1)
     while h.shape[0] < BLOCK:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-    return torch.tensor(SIGNS, dtype=torch.float32).unsqueeze(1) * h / 4.0
+    return signs16().unsqueeze(1) * h / 4.0
 
 
 def encode(rows: torch.Tensor, spec: QuantSpec) -> dict[str, Any]:
