@@ -5,7 +5,7 @@ Legend: N rows (supervised positions), V vocabulary, H the teacher's hidden size
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -101,6 +101,27 @@ class SampledRows(_Rows):
             raise KaruiError(f"a sampled teacher draws at least 1 token a position, got {draws}.")
         ids = torch.multinomial((logits / temperature).softmax(-1), draws, replacement=True, generator=generator)
         return SampledRows(ids, torch.full(ids.shape, 1 / draws, dtype=logits.dtype), temperature)
+
+
+def cut(
+    dense: DenseRows, kind: str, k: int, temperature: float = 1.0, *, seed: int = 0, chunk: int = 128
+) -> TopKRows | SampledRows:
+    """Whole rows cut down to their k likeliest tokens ("topk") or to k draws ("sampled"), a chunk of logits at a time.
+
+    Draws depend on `seed` and the order of the rows, not on `chunk`; with a seed per document they do not depend on packing.
+    """
+    generator = torch.Generator(dense.hidden.device).manual_seed(seed)
+    parts: list[Any] = []
+    for start in range(0, len(dense), chunk):
+        logits = dense.logits(start, min(start + chunk, len(dense)), torch.float32)
+        parts.append(TopKRows.of(logits, k, temperature) if kind == "topk" else SampledRows.of(logits, k, generator, temperature))
+    return concat(parts) if parts else SampledRows(torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k), temperature)
+
+
+def concat(parts: Sequence[Any]) -> Any:
+    """Rows of one kind, one after the other."""
+    names = [name for name, _ in parts[0]._tensors() if name not in parts[0].shared]
+    return replace(parts[0], **{name: torch.cat([getattr(p, name) for p in parts]) for name in names})
 
 
 TeacherRows = DenseRows | TopKRows | SampledRows

@@ -129,7 +129,10 @@ class Loop:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         for stage in self.stages:
             stage.before_step(state.step, self.total)
-        epoch, micros = self.micros(state.step)
+        objective: Any = self.accelerator.unwrap_model(self.module)
+        objective.before_step(state.step, self.total)
+        epoch = self.micros(state.step)[0]
+        micros = objective.batches(state.step, lambda at: self.micros(at)[1])
         gradient = accumulate(self.accelerator, self.module, micros)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = float(self.accelerator.clip_grad_norm_(parameters, recipe.optim.clip or math.inf))
@@ -156,6 +159,7 @@ class Loop:
             "seconds": seconds,
             "memory_bytes": memory_bytes(),
             "skipped": not finite,
+            **objective.metrics(),
         }
         self.last = values
         self._write(values)

@@ -7,6 +7,7 @@ the head's logits exist only at supervised positions and only a chunk at a time.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,31 @@ class LossSum(nn.Module):
         return out.last_hidden_state.squeeze(0)
 
     def of(self, batch: PackedBatch) -> torch.Tensor:
-        """The loss sum of a batch (without going through a wrapper)."""
+        """The held-out loss sum of a batch (without going through a wrapper)."""
         return self(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
+
+    # What other objectives add to a run; here nothing.
+
+    def before_step(self, step: int, total: int) -> None:
+        """Called before optimizer step `step` (from 0) of `total`: schedules."""
+
+    def batches(self, step: int, plan: Callable[[int], list[PackedBatch]]) -> list[PackedBatch]:
+        """This rank's micro-batches of a step; `plan` gives those of the data for any step of the run."""
+        return plan(step)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the step on this rank for the log."""
+        return {}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint must hold of the objective beside the model."""
+        return {}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """The inverse of `state`."""
+
+    def save(self, folder: Path) -> None:
+        """Write what the objective made beside the trained model, into an existing folder."""
 
 
 def base_model(model: nn.Module) -> nn.Module:

@@ -1,0 +1,125 @@
+"""A transformers model as a teacher: frozen, on packed rows, in its dtype, on a grid, or read from its file layer by layer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from karui.configs.errors import UnsupportedError
+from karui.configs.objectives import TeacherSection
+from karui.configs.recipe import ModelSection, Recipe
+from karui.distill import capture
+from karui.distill.teacher_rows import DenseRows
+from karui.trainers.model import base_model
+
+
+class Teacher:
+    """Not an `nn.Module`, so that it is neither trained, nor wrapped, nor saved with the student.
+
+    Attributes:
+        model: the frozen model, in eval mode.
+        folder: its resolved folder.
+        head: [V, H] output weight in float32.
+    """
+
+    def __init__(self, section: TeacherSection, recipe: Recipe) -> None:
+        from karui.trainers.model import install_lean_ops, load_model, weights_folder
+
+        name = section.name or recipe.model.name
+        self.section, self.name = section, name
+        self.folder = weights_folder(name)
+        self.model: nn.Module = load_offloaded(name) if section.offload else load_model(
+            ModelSection(name=name, dtype=section.dtype))
+        if section.base.format != "none":
+            if section.offload:
+                raise UnsupportedError("a teacher is either quantized (teacher.base) or offloaded (teacher.offload), not both.")
+            from karui.adapters.quantized_linear import quantize_linears
+            from karui.adapters.targets import head_names
+
+            quantize_linears(self.model, section.base, head_names(self.model))
+        self.model.requires_grad_(False).eval()
+        if not section.offload:
+            install_lean_ops(self.model)
+        self.head = head_weight(self.model, self.folder).float()
+
+    def to(self, device: torch.device) -> Teacher:
+        """In place; a no-op where it already is."""
+        if self.head.device != device:
+            self.head = self.head.to(device)
+            self.model.to(device)
+        return self
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return base_model(self.model).get_decoder().layers  # type: ignore[operator]
+
+    @torch.no_grad()
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, depths: Iterable[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Last hidden states [T, H] in float32 of a packed row, and residual streams by depth."""
+        body = base_model(self.model).get_decoder()  # type: ignore[operator]
+        with capture.depths(self.layers, depths) as found:
+            out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, cu_seqlens=cu_seqlens)
+        return out.last_hidden_state.squeeze(0).float(), {d: x.float() for d, x in found.items()}
+
+    def rows(self, hidden: torch.Tensor) -> DenseRows:
+        return DenseRows(hidden, self.head)
+
+    def identity(self) -> dict[str, Any]:
+        """What its logits depend on, for the cache."""
+        from karui.adapters.files import fingerprint
+
+        return {"teacher": fingerprint(self.model), "dtype": self.section.dtype, "base": str(self.section.base)}
+
+
+def head_weight(model: nn.Module, folder: Path) -> torch.Tensor:
+    """The output head's weight [V, H]; from the file when the model keeps it there."""
+    weight: torch.Tensor = base_model(model).get_output_embeddings().weight  # type: ignore[operator]
+    if weight.device.type != "meta":
+        return weight.detach()
+    from karui.inference.bundle import open_model
+
+    opened = open_model(folder)
+    names = set(opened.names)
+    return opened.weight("lm_head.weight" if "lm_head.weight" in names else "model.embed_tokens.weight")  # type: ignore[return-value]
+
+
+def load_offloaded(name: str) -> nn.Module:
+    """A model whose weights stay in their safetensors file and are read as each module runs (accelerate's disk offload)."""
+    from transformers import AutoModelForCausalLM
+
+    from karui.catalogue import resolve
+    from karui.trainers.model import ATTENTION, check_supported, register_attention
+
+    register_attention()
+    folder = resolve(name)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=ATTENTION, use_safetensors=True, trust_remote_code=False,
+        device_map={"": "disk"}, offload_folder=tempfile.mkdtemp(prefix="karui-offload-"))
+    check_supported(model)
+    return model
+
+
+def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
+    """Hashes of a tokenizer's vocabulary and of its chat template."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    template = str(getattr(tokenizer, "chat_template", None) or "").encode()
+    return {"tokenizer": hashlib.sha256(vocabulary).hexdigest()[:16], "template": hashlib.sha256(template).hexdigest()[:16]}
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The folder's tokenizer, or None when it holds none."""
+    from karui.catalogue import load_tokenizer
+
+    try:
+        return load_tokenizer(folder)
+    except (OSError, ValueError):
+        return None
