@@ -65,7 +65,7 @@ def compiler() -> str | None:
 
 
 def build(isa: str, sources: tuple[str, ...] = SOURCES) -> Path:
-    """The compiled library for `isa`, compiling it (10 to 30 s) when the cache lacks it; the first of `sources` includes the rest.
+    """The compiled library for `isa`, compiled (up to 30 s) when the cache lacks it; the first of `sources` includes the rest.
 
     Raises `KaruiError` when there is no compiler or it fails, with the first lines of its message.
     """

@@ -1,8 +1,8 @@
 """Emulated operands in one pass: value = round(x * encode scale) * decode scale, over tiles that share a scale.
 
-Emulation multiplies values, not codes; this gives them without the codes between. On a CPU the native kernel (`lowbit.cpp`) serves,
-elsewhere, or without a compiler, the same arithmetic in torch. Both give the bits of `encode(...).dequantize()` of the oracle, whose
-scales they are handed. A transposed matrix is worked on where it lies.
+Emulation multiplies values, not codes; this gives them without the codes between. On a CPU the native kernel (`lowbit.cpp`)
+serves, elsewhere, or without a compiler, the same arithmetic in torch. Both give the bits of `encode(...).dequantize()` of the
+oracle, whose scales they are handed. A transposed matrix is worked on where it lies.
 """
 
 from __future__ import annotations
