@@ -91,6 +91,7 @@ class RunSection(Section):
     precision: Literal["no", "bf16", "fp16"] = Field("no", description="autocast of the forward pass, as accelerate names it")
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
     threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores")
+    sharding: Literal["auto", "none", "fsdp2"] = Field("auto", description="of parameters over ranks; auto: as it was launched")
     workers: int = Field(0, ge=0, description="data loader processes")
 
 
@@ -108,6 +109,9 @@ class ExportSection(Section):
 
     spec: QuantSpec = Field(default_factory=lambda: QuantSpec.parse("w4g32"), description="grid of the block linears")
     embedding: QuantSpec = Field(default_factory=lambda: QuantSpec.parse("w8"), description="grid of embedding and head")
+    method: str = Field("rtn", description="how the codes are found, see `karui quantize --list`; rtn needs no data")
+    samples: int = Field(32, ge=1, description="calibration rows, cut from the training samples")
+    length: int = Field(256, ge=8, description="tokens per calibration row")
     format: Literal["karui"] = "karui"
     output: str = Field("{run}/bundle-{spec}", description="{run}: the run's folder, {spec}: the grid's spelling")
 

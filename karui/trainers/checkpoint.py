@@ -27,6 +27,7 @@ from torch import nn
 
 from karui.configs.errors import CorruptError, KaruiError
 from karui.configs.recipe import Recipe
+from karui.trainers.sharding import split_like, whole
 
 logger = logging.getLogger(__name__)
 STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
@@ -36,7 +37,8 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _FREE = {"name", "track", "export", "eval", "run.output", "run.checkpoint_every", "run.keep", "run.eval_every", "run.log_every",
          "run.workers"}
 # what changes only the order of floating-point sums
-_ROUNDING = {"optim.micro_tokens", "objective.chunk_tokens", "run.recompute", "run.threads", "data.packing"}
+_ROUNDING = {"optim.micro_tokens", "objective.chunk_tokens", "run.recompute", "run.threads", "run.sharding",
+             "data.packing"}
 
 
 def write_checkpoint(run: Path, step: int, state: Mapping[str, Any], optimizer: Mapping[str, torch.Tensor],
@@ -148,9 +150,9 @@ def check_belongs(state: Mapping[str, Any], recipe: Recipe, *, base: str, data: 
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, torch.Tensor]:
-    """The optimizer's state by `KIND/parameter name`."""
+    """The optimizer's state by `KIND/parameter name`, whole; a collective when the parameters are split over ranks."""
     names = {id(p): n for n, p in module.named_parameters()}
-    return {f"{kind}/{names[id(p)]}": torch.as_tensor(value)
+    return {f"{kind}/{names[id(p)]}": whole(torch.as_tensor(value))
             for p, kinds in optimizer.state.items() for kind, value in kinds.items()}
 
 
@@ -173,7 +175,7 @@ def restore_optimizer(
         raise CorruptError(f"{source}: {len(missing)} trained parameters have no optimizer state, first {missing[0]!r}.")
     for name, kinds in by_name.items():
         parameter = trained[name]
-        optimizer.state[parameter] = {k: v.clone() if k == "step" else v.to(parameter.device) for k, v in kinds.items()}
+        optimizer.state[parameter] = {k: v.clone() if k == "step" else split_like(v, parameter) for k, v in kinds.items()}
 
 
 def load_full(model: nn.Module, folder: Path) -> None:

@@ -25,7 +25,8 @@ from karui.configs.recipe import Recipe
 from karui.trainers.data import PackedBatch, SampleSet, collate, plan_epoch
 from karui.trainers.progress import Progress, memory_bytes
 from karui.trainers.schedule import learning_rate
-from karui.trainers.step import accumulate
+from karui.trainers.sharding import is_sharded
+from karui.trainers.step import accumulate, clip
 from karui.trainers.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Loop:
         micros = objective.batches(state.step, lambda at: self.micros(at)[1])
         gradient = accumulate(self.accelerator, self.module, micros)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = float(self.accelerator.clip_grad_norm_(parameters, recipe.optim.clip or math.inf))
+        norm = clip(self.accelerator, parameters, recipe.optim.clip or math.inf)
         finite = math.isfinite(gradient.loss) and math.isfinite(norm)
         if finite:
             self.optimizer.step()
@@ -204,7 +205,7 @@ class Loop:
         total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         for micro in plan[0]:
             batch = collate([self.held_out[i] for i in micro]).to(accelerator.device)
-            if batch.num_supervised:
+            if batch.num_supervised or is_sharded(loss):  # ranks that hold parts of the model go through it together
                 with accelerator.autocast():
                     total[0] += loss.of(batch).double()
                 total[1] += batch.num_supervised

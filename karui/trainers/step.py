@@ -7,14 +7,15 @@ ranks (where averaging per micro-batch is the field's classic error: transformer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from karui.trainers.data import PackedBatch
+from karui.trainers.sharding import is_sharded, whole
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -52,9 +53,25 @@ def accumulate(accelerator: Accelerator, module: nn.Module, micros: Sequence[Pac
     for at, batch in enumerate(micros):
         batch = batch.to(device)
         last = at == len(micros) - 1
-        with nullcontext() if last else accelerator.no_sync(module):
-            loss_sum = module(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
+        with _summing(accelerator, module, last):
+            with accelerator.autocast():
+                loss_sum = module(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
             total += loss_sum.detach().double()
             accelerator.backward(loss_sum * factor)
     total = accelerator.reduce(total, "sum")
     return StepGradient(loss=float(total) / max(1, supervised), num_supervised=supervised, num_tokens=tokens)
+
+
+def _summing(accelerator: Accelerator, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Gradients are summed over ranks with the last micro-batch only."""
+    if is_sharded(module):
+        module.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return nullcontext()
+    return nullcontext() if last else accelerator.no_sync(module)
+
+
+def clip(accelerator: Accelerator, parameters: Sequence[torch.Tensor], limit: float) -> float:
+    """Scale the gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
+    if any(hasattr(p, "device_mesh") for p in parameters):
+        return float(whole(torch.nn.utils.clip_grad_norm_(parameters, limit)))
+    return float(accelerator.clip_grad_norm_(parameters, limit))
