@@ -87,11 +87,16 @@ def export(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the bundle goes; must not exist.")],
     spec: Annotated[str, typer.Option(help="Grid of the block linears, e.g. w4g32, w8, w1.58, none.")] = "w4g32",
     embedding: Annotated[str, typer.Option(help="Grid of the embedding and the output head.")] = "w8",
+    method: Annotated[str, typer.Option(help="How the codes are found: `karui quantize --list`.")] = "rtn",
+    samples: Annotated[int, typer.Option(help="Calibration rows, cut from the run's training samples.")] = 32,
+    length: Annotated[int, typer.Option(help="Tokens per calibration row.")] = 256,
 ) -> None:
     """Merge a run's adapter, quantize, write a bundle, and put it in place only after the parity gate."""
+    from karui.trainers.calibrated import Calibration
     from karui.trainers.pipeline import export_run
 
-    export_run(run, spec=spec, embedding=embedding, output=output)
+    how = Calibration(method=method, samples=samples, length=length)
+    export_run(run, spec=spec, embedding=embedding, output=output, how=how)
 
 
 @app.command()

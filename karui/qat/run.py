@@ -110,7 +110,7 @@ def quantize_loaded(
             )  # fmt: skip
             report.append(LayerReport(name=weight, spec="none", method=chosen.name, note=why))
     facts["seconds"] = round(time.perf_counter() - started, 2)
-    return QuantizedModel(weights=weights, report=report + notes, config=config, facts=facts)
+    return QuantizedModel(weights=weights, report=report + notes, config=config, facts=facts, changed=done)
 
 
 def _finish(block: Block, done: dict[str, Any], report: list[LayerReport]) -> None:

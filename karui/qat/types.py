@@ -100,6 +100,7 @@ class QuantizedModel:
             (norms that a method folded into hold their new values). A tied head is absent, as in the source folder.
         report: one entry per linear weight and for the embedding.
         config: the parsed config.json, changed only where a method had to (rotation of a tied model unties the head).
+        changed: those of `weights` that are not the source's own: codes, and what a method folded a factor into.
         facts: method, its settings, spec, calibration tokens, seconds, and what else belongs into a manifest.
     """
 
@@ -107,6 +108,7 @@ class QuantizedModel:
     report: list[LayerReport]
     config: dict[str, Any]
     facts: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, QTensor | torch.Tensor] = field(default_factory=dict)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Every weight dequantized: a state dict that evaluates exactly what an export of this result holds."""

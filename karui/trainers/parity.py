@@ -70,35 +70,39 @@ def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any]) -> Calla
     return gate
 
 
-def merged_model(source: Path, manifest: Manifest, *, adapter: Path | None, base_spec: QuantSpec | None,
-                 quantized: Mapping[str, QTensor] | None = None) -> Any:
+def merged_model(
+    source: Path, manifest: Manifest | None, *, adapter: Path | None, base_spec: QuantSpec | None,
+    quantized: Mapping[str, QTensor | torch.Tensor] | None = None, attention: str = "eager",
+) -> Any:  # fmt: skip
     """Transformers' fp32 model of `source`, its adapter merged and its weights on the manifest's grids, dequantized.
 
-    Weights in `quantized` are the values of those codes.
+    Weights in `quantized` are the values of those codes. Without a manifest the merged weights stay as they are.
     """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from karui.inference.bundle.merge import load_adapter
+    from karui.inference.bundle.merge import base_weight, load_adapter
+    from karui.kernels.qtensor import QTensor
     from karui.kernels.quantize import quantize
 
     transformers_logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="eager"
+        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation=attention
     ).eval()
     lora = load_adapter(adapter) if adapter is not None else None
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             w = parameter.data
-            if quantized is not None and name in quantized:
-                parameter.data.copy_(quantized[name].dequantize())
+            given = (quantized or {}).get(name)
+            if given is not None:
+                parameter.data.copy_(given.dequantize() if isinstance(given, QTensor) else given)
                 continue
+            if w.ndim == 2 and ".layers." in name:
+                w = base_weight(name, w, base_spec, lora)
             if lora is not None and lora.changes(name):
-                if base_spec is not None and base_spec.format != "none":
-                    w = quantize(w, base_spec, name=name).dequantize()
                 w = lora.apply(name, w)
-            record = manifest.tensors.get(name)
+            record = manifest.tensors.get(name) if manifest is not None else None
             if record is not None and record.spec != "none":
                 w = quantize(w, QuantSpec.parse(record.spec), name=name).dequantize()
             parameter.data.copy_(w)

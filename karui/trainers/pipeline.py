@@ -16,6 +16,7 @@ from karui.configs.steps import LoraStep
 if TYPE_CHECKING:
     from karui.inference.bundle.export import ExportReport
     from karui.inference.evaluate.report import Report
+    from karui.trainers.calibrated import Calibration
     from karui.trainers.run import RunResult
 
 
@@ -35,17 +36,23 @@ def run_pipeline(
 
     Under `accelerate launch` every rank trains; export and comparison happen on the first rank.
     """
+    from karui.qat.methods import method as find_method
+    from karui.trainers.calibrated import Calibration
     from karui.trainers.run import run_recipe
 
     if not isinstance(recipe, Recipe):
         recipe = Recipe.load(recipe, overrides)
+    for item in recipe.export:
+        find_method(item.method)  # a wrong name should not cost a training run
     result = run_recipe(recipe, resume=resume, dry_run=dry_run)
     if result.final is None or int(os.environ.get("RANK", "0")) != 0:
         return PipelineResult(run=result, bundles=(), reports=())
     bundles = []
     for item in recipe.export:
         target = Path(item.output.format(run=result.folder, spec=str(item.spec).replace(":", "-")))
-        bundles.append(export_run(result.folder, spec=item.spec, embedding=item.embedding, output=target).path)
+        how = Calibration(method=item.method, samples=item.samples, length=item.length)
+        done = export_run(result.folder, spec=item.spec, embedding=item.embedding, output=target, how=how)
+        bundles.append(done.path)
     reports: list[Report] = []
     if bundles:
         from karui.trainers.compare import compare
@@ -66,16 +73,19 @@ def run_pipeline(
 
 
 def export_run(
-    run: str | Path, *, output: str | Path, spec: str | QuantSpec = "w4g32", embedding: str | QuantSpec = "w8"
-) -> ExportReport:
+    run: str | Path, *, output: str | Path, spec: str | QuantSpec = "w4g32", embedding: str | QuantSpec = "w8",
+    how: Calibration | None = None,
+) -> ExportReport:  # fmt: skip
     """Merge a run's adapter into its base, quantize, and write a bundle that passed the parity gate.
 
     Args:
         run: a run folder with recipe.json and final/.
         spec, embedding: grids of the block linears, and of embedding and output head.
+        how: the method that finds the codes and what it is calibrated on; default: rounding to nearest with a scale search.
 
     Raises:
-        KaruiError: not a finished run, a grid that does not fit, a taken target, parity not met.
+        KaruiError: not a finished run, a grid that does not fit, a taken target, parity not met, a method for a run whose
+            weights are on their grid already.
     """
     import json
 
@@ -83,6 +93,8 @@ def export_run(
 
     from karui.catalogue import resolve
     from karui.inference.bundle.export import export_model
+    from karui.inference.bundle.staging import check_target
+    from karui.trainers.calibrated import Calibration, calibrate
     from karui.trainers.converted import load_converted
     from karui.trainers.parity import make_gate, merged_model
 
@@ -98,11 +110,23 @@ def export_run(
     source = resolve(recipe.model.name) if is_adapter else folder / "final"
     adapter = folder / "final" if is_adapter else None
     base = next((step.base for step in recipe.prepare if isinstance(step, LoraStep) and step.base.format != "none"), None)
-    quantized = {} if is_adapter else load_converted(folder / "final")
+    quantized: dict[str, Any] = {} if is_adapter else dict(load_converted(folder / "final"))
     console = Console(highlight=False)
     console.print(
         f"export {folder} -> {output}: linears {spec}, embedding {embedding}" + (f", base on {base} as trained" if base else "")
     )
+    spec = QuantSpec.parse(str(spec))
+    notes: dict[str, Any] = {"run": folder.name}
+    if quantized and how is not None and how.method != "rtn":
+        raise KaruiError(f"{folder} was trained on its grid, so method {how.method} has nothing to find; leave the method out.")
+    if not quantized and spec.format != "none":
+        check_target(Path(output), overwrite=False)  # before the work
+        how = how or Calibration()
+        found = calibrate(recipe, source, spec, how, adapter=adapter, base=base)
+        quantized = found.model.changed
+        notes["quantization"] = json.loads(json.dumps(found.facts(), default=str))
+        for line in found.lines():
+            console.print(f"  {line}")
     report = export_model(
         source,
         str(spec),
@@ -112,7 +136,7 @@ def export_run(
         embedding_spec=str(embedding),
         quantized=quantized,
         recipe=recipe.dump(),
-        provenance={"notes": {"run": folder.name}},
+        provenance={"notes": notes},
         parity=make_gate(
             source, lambda manifest: merged_model(source, manifest, adapter=adapter, base_spec=base, quantized=quantized)
         ),

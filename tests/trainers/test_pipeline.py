@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from karui.cli import app
 from karui.configs import KaruiError, Recipe
+from karui.trainers.calibrated import Calibration
 from karui.trainers.compare import compare
 from karui.trainers.pipeline import export_run, run_pipeline
 from karui.trainers.talk import answer
@@ -68,9 +69,56 @@ def test_the_gate_sees_a_wrong_merge(finished, monkeypatch):
 
     monkeypatch.setattr(Adapter, "apply", off_by_a_sign)
     target = folder / "wrong"
-    with pytest.raises(KaruiError, match="parity: the engine's logprobs differ .* the bundle was not written"):
+    with pytest.raises(KaruiError, match="parity: the merged model's logprobs differ .* the bundle was not written"):
         export_run(folder, output=target)
     assert not target.exists() and not [p for p in target.parent.iterdir() if "wrong" in p.name]
+
+
+def test_the_gate_sees_an_engine_that_runs_something_else(finished, monkeypatch):
+    from karui.trainers import parity
+
+    honest = parity.engine_logprobs
+    monkeypatch.setattr(parity, "engine_logprobs", lambda *a, **k: [x + 0.1 for x in honest(*a, **k)])
+    with pytest.raises(KaruiError, match="parity: the engine's logprobs differ .* the bundle was not written"):
+        export_run(finished[2], output=finished[2] / "wrong")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "autoround"])
+def test_an_export_is_calibrated_on_the_run_s_own_samples(finished, method):
+    folder = finished[2]
+    how = Calibration(method=method, samples=8, length=64)
+    report = export_run(folder, output=folder / "calibrated", spec="w3g32", how=how)
+    plain = export_run(folder, output=folder / "plain", spec="w3g32")
+    found, nearest = (r.manifest.provenance.notes["quantization"] for r in (report, plain))
+    assert found["method"] == method and nearest["method"] == "rtn" and nearest["calibration_tokens"] == 0
+    assert found["calibration_tokens"] == (0 if method == "hqq" else 512)
+    assert found["merge_difference"] < 1e-3 and found["kl_to_merged"] > 0
+    if method in ("gptq", "autoround"):
+        assert found["kl_to_merged"] < nearest["kl_to_merged"]
+    specs = {n: t.spec for n, t in report.manifest.tensors.items() if t.spec != "none"}
+    assert set(specs.values()) == {"w3g32", "w8"} and len(specs) == 2 * 7 + 1
+    assert answer(str(report.path), "what is 3 plus 9", {"max_tokens": 4})
+
+
+def test_calibration_rows_are_the_samples_the_trainer_saw(finished):
+    from karui.catalogue import load_tokenizer
+    from karui.trainers.calibrated import rows_of
+    from karui.trainers.data import load_samples
+
+    recipe = finished[0]
+    samples = load_samples(recipe.data, load_tokenizer(recipe.model.name), "train")
+    rows = rows_of(samples, Calibration(samples=3, length=40))
+    assert rows.shape == (3, 40) and rows.flatten().tolist() == [t for s in samples for t in s.ids.tolist()][:120]
+    every = sum(len(s.ids) for s in samples)
+    assert rows_of(samples, Calibration(samples=10**6, length=50)).shape == (every // 50, 50)
+    with pytest.raises(KaruiError, match=f"hold {every} tokens, fewer than one calibration row"):
+        rows_of(samples, Calibration(samples=1, length=every + 1))
+
+
+def test_a_wrong_method_is_refused_before_training(make_recipe, tmp_path):
+    with pytest.raises(KaruiError, match="unknown quantization method 'gptk'.*Did you mean 'gptq'"):
+        run_pipeline(make_recipe(export=[{"spec": "w4g32", "method": "gptk"}]))
+    assert not (tmp_path / "run").exists()
 
 
 def test_full_training_exports_its_own_weights(make_recipe):
@@ -134,7 +182,7 @@ class TestBadInput:
             export_run(folder, output=tmp_path / "out")
 
     def test_group_size_that_does_not_divide(self, finished, tmp_path):
-        with pytest.raises(KaruiError, match="group size 48 does not divide its input width 128; sizes that do: 16, 32, 64, 128"):
+        with pytest.raises(KaruiError, match="group size 48 does not divide its input width 64; sizes that do: 16, 32, 64"):
             export_run(finished[2], output=tmp_path / "out", spec="w4g48")
 
     def test_taken_target(self, finished, tmp_path):

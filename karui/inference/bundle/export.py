@@ -23,7 +23,7 @@ from karui.configs.errors import KaruiError, nearest
 from karui.configs.manifest import Manifest
 from karui.configs.quantspec import QuantSpec
 from karui.inference.bundle.layout import DTYPE_NAMES
-from karui.inference.bundle.merge import Adapter, load_adapter
+from karui.inference.bundle.merge import Adapter, base_weight, load_adapter
 from karui.inference.bundle.reader import ModelFolder, is_bundle, read_model_folder, weight_files
 from karui.inference.bundle.writer import Parity, write
 from karui.kernels.qtensor import QTensor
@@ -83,7 +83,7 @@ def export_model(
     adapter: str | Path | None = None,
     base_spec: str | QuantSpec | None = None,
     embedding_spec: str | QuantSpec = "w8",
-    quantized: Mapping[str, QTensor] | None = None,
+    quantized: Mapping[str, QTensor | torch.Tensor] | None = None,
     recipe: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
     parity: Parity | None = None,
@@ -103,7 +103,8 @@ def export_model(
         embedding_spec: the grid of embedding and output head, the largest matrices of a small model; `none` keeps them. By
             default int8 with a scale per row, that is per token of the vocabulary.
         quantized: weights that are on a grid already, by name: their codes and scales are written as they are, whatever `spec`
-            says, so that what was trained or calibrated is what runs.
+            says, so that what was trained or calibrated is what runs. A plain tensor is a weight that calibration changed (a
+            norm that took up a factor): it is written in fp32.
         parity: see `karui.inference.bundle.writer.Parity`.
         progress: called with (tensors done, of how many, name).
 
@@ -130,15 +131,20 @@ def export_model(
         w = model.weight(name)
         dtypes[name] = DTYPE_NAMES[w.dtype]
         fp32_bytes += 4 * w.numel()
-        if name in ready:
-            weights[name] = ready[name]
-            fates.append(Fate(name=name, fate="quantized", why="on its grid before the export", spec=str(ready[name].spec),
-                              num_values=w.numel(), error=_error(w, ready[name])))
-            continue
         if base is not None and _is_linear(name, w):
-            w = quantize(w, base, name=name).dequantize()
+            w = base_weight(name, w, base, lora)
         if lora is not None:
             w = lora.apply(name, w)
+        given = ready.get(name)
+        if isinstance(given, QTensor):
+            weights[name] = given
+            fates.append(Fate(name=name, fate="quantized", why="on its grid before the export", spec=str(given.spec),
+                              num_values=w.numel(), error=_error(w, given)))
+            continue
+        if given is not None:
+            weights[name] = given.float()
+            fates.append(Fate(name=name, fate="kept", why="changed by calibration", spec="none", num_values=w.numel(), error=0.0))
+            continue
         grid, why = grids.of(name, w)
         if grid.format == "none":
             # Norms and biases are a fraction of a percent of the bytes and the runtime computes with them in fp32.
@@ -233,10 +239,8 @@ def _base_grid(given: str | QuantSpec | None, adapter: Adapter | None) -> QuantS
 
 
 def _check_adapter(adapter: Adapter, model: ModelFolder) -> None:
+    adapter.drop_tied(model.tied)
     if unknown := sorted(adapter.names() - set(model.names)):
-        tied = {name for group in model.tied for name in group[1:]}
-        if tied & set(unknown):
-            raise KaruiError(f"{adapter.folder} trains {unknown[0]}, which is tied to the embedding here; untie it first.")
         raise KaruiError(
             f"{adapter.folder} changes {len(unknown)} weights the model does not have: {', '.join(unknown[:3])}; "
             "it was trained on another model."
