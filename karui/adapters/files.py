@@ -39,6 +39,7 @@ _CONFIG, _VALUES = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 Pair = tuple[torch.Tensor, torch.Tensor]
 Weights = Callable[[str], torch.Tensor]
+WeightChange = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -135,7 +136,7 @@ def load_adapter(model: nn.Module, folder: str | Path, *, trainable: bool = Fals
     config.inference_mode = not trainable
     residuals = read_residuals(path)
     if residuals:
-        _rebuild_base(model, residuals, QuantSpec.parse(side["base_spec"]), _scaling(config), path)
+        _rebuild_base(model, residuals, QuantSpec.parse(side["base_spec"]), path)
     if config.peft_type == "LORA":
         config.init_lora_weights = True  # the values are loaded below; PiSSA and the like would change the base
         config._register_custom_module((dora if config.use_dora else fused).custom_modules())
@@ -169,6 +170,20 @@ def read_residuals(folder: Path) -> dict[str, Pair]:
         return {name: (tensors[f"{name}.u"], tensors[f"{name}.v"]) for name in names}
     except KeyError as error:
         raise CorruptError(f"{folder / RESIDUAL_FILE}: {error} is missing.") from error
+
+
+def taken_out(folder: Path) -> WeightChange:
+    """(layer name, its original weight) -> the weight whose grid the adapter's base is; the same weight where nothing was changed."""
+    pairs = read_residuals(folder)
+    config = read_json(folder / _CONFIG)
+
+    def change(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if name not in pairs:
+            return weight
+        rank = pairs[name][1].shape[0]
+        return residual(weight.float(), *pairs[name], config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank))
+
+    return change
 
 
 def load_values(model: PeftModel, values: dict[str, torch.Tensor], source: str) -> None:
@@ -288,24 +303,18 @@ def _keys(name: str) -> tuple[str, str]:
     return f"{_PREFIX}{name}.lora_A.weight", f"{_PREFIX}{name}.lora_B.weight"
 
 
-def _scaling(config: Any) -> float:
-    return config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
-
-
 @torch.no_grad()
-def _rebuild_base(model: nn.Module, residuals: dict[str, Pair], spec: QuantSpec, scaling: float, source: Path) -> None:
+def _rebuild_base(model: nn.Module, residuals: dict[str, Pair], spec: QuantSpec, source: Path) -> None:
     """Put every linear but the head on the grid, after taking out what the adapter's start took out."""
     from karui.adapters.targets import head_names
 
-    head = head_names(model)
+    head, change = head_names(model), taken_out(source)
     for name in residuals:
         if type(model.get_submodule(name)) is not nn.Linear:
             raise KaruiError(f"{source} changed its base, which is made from the original weights; {name} is packed already. "
                              "Load it on the model as it was before quantization.")
     for name, module in [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and n not in head]:
-        weight = module.weight
-        if name in residuals:
-            weight = residual(weight.float(), *residuals[name], scaling)
+        weight = change(name, module.weight)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, QuantizedLinear(quantize(weight, spec, name=name), module.bias))
 

@@ -2,6 +2,9 @@
 
 LoRA (arXiv 2106.09685, section 4.1)    W + s B A,  s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv 2312.03732)
 DoRA (arXiv 2402.09353, eq. 5)          m * (W + s B A) / ||W + s B A||, the norm of each output row
+
+W is the base that was trained on: the original weight, or that weight on a grid, or, where the adapter's start changed a
+quantized base (LoftQ, PiSSA), grid(original - s U V) with U and V from `karui_residual.safetensors`. `base_weight` makes it.
 """
 
 from __future__ import annotations
@@ -9,14 +12,19 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
+from karui.configs.quantspec import QuantSpec
+from karui.kernels.lora.residual import residual
+from karui.kernels.quantize import quantize
 
 _SIDE_FILE = "karui_adapter.json"  # beside the adapter: what karui knows of its base
+_RESIDUAL_FILE = "karui_residual.safetensors"
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 
@@ -27,6 +35,7 @@ class Adapter:
     def __init__(self, folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.folder, self.config = folder, config
         self.base_spec: str | None = None  # the grid of the base's linears during training (QLoRA)
+        self.residuals: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # U, V by weight name
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self._replaced: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -51,6 +60,19 @@ class Adapter:
     def names(self) -> set[str]:
         """Names of the weights this adapter changes."""
         return self._parts.keys() | self._replaced.keys()
+
+    def drop_tied(self, tied: Iterable[tuple[str, ...]]) -> None:
+        """Forget a replaced tensor that is stored once more under a name tied to it.
+
+        Raises:
+            KaruiError: the two differ, so they are no longer one matrix.
+        """
+        for first, *others in tied:
+            for name in others:
+                if name in self._replaced:
+                    if first not in self._replaced or not torch.equal(self._replaced[first], self._replaced[name]):
+                        raise KaruiError(f"{self.folder} trains {name}, which is tied to {first} here; untie it first.")
+                    del self._replaced[name]
 
     def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """The merged weight in fp32, [out, in]; `weight` itself when the adapter leaves it alone."""
@@ -81,6 +103,16 @@ class Adapter:
         if expected != rank:
             raise CorruptError(f"{self.folder}: {module} has rank {rank}, adapter_config.json says {expected}.")
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+
+
+def base_weight(name: str, weight: torch.Tensor, grid: QuantSpec | None, adapter: Adapter | None) -> torch.Tensor:
+    """A linear's weight as its adapter saw it: what the adapter's start took out is taken out, and the rest put on the grid."""
+    if grid is None or grid.format == "none":
+        return weight
+    pair = adapter.residuals.get(name) if adapter is not None else None
+    if adapter is not None and pair is not None:
+        weight = residual(weight.float(), *pair, adapter.scaling(name, pair[1].shape[0]))
+    return quantize(weight, grid, name=name).dequantize()
 
 
 def _pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
@@ -131,4 +163,11 @@ def load_adapter(folder: str | Path) -> Adapter:
         except (ValueError, AttributeError) as error:
             raise CorruptError(f"{side}: not valid JSON ({error}).") from error
         adapter.base_spec = None if spec in (None, "none") else str(spec)
+    if (path := folder / _RESIDUAL_FILE).is_file():
+        try:
+            stored = load_file(path)
+            names = sorted({n.rpartition(".")[0] for n in stored})
+            adapter.residuals = {f"{n}.weight": (stored[f"{n}.u"], stored[f"{n}.v"]) for n in names}
+        except (SafetensorError, KeyError) as error:
+            raise CorruptError(f"{path}: cannot be read ({error}).") from error
     return adapter
