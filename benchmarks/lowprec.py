@@ -1,18 +1,30 @@
 """Low-precision pretraining: the held-out loss of every recipe against fp32, and what each NVFP4 ingredient is worth.
 
-    python benchmarks/lowprec.py [--quick] [--json OUT] [--plot OUT.png] [--steps N] [--width N]
+    python benchmarks/lowprec.py [--quick] [--json OUT] [--plot OUT.png] [--cache FILE] [--only NAME ...]
 
-A byte-level llama on WikiText-2's validation text (KARUI_DATA), the last tenth held out; the same initial weights and batches for
-every recipe; the mean of the held-out loss over the last quarter of training. All blocks train in low precision, so that four
-blocks show what sixty hide. One fp32 run with other batches says how large a gap chance alone makes: an ingredient whose removal
-changes the loss by less is reported as not separable. The default is 6.4 M parameters and 2,000 steps.
+A byte-level llama of 5.6 M parameters on WikiText-2 (KARUI_DATA, or --train and --held). Every run has the same initial weights,
+batches and schedule, and each is measured on the same windows of held-out text: the mean over the last five evaluations, made during
+the last fifth of training. All blocks train in low precision, so that eight blocks show what sixty hide; the recipe's own policy
+(first and last blocks high) is one more run.
+
+What a gap has to exceed to count:
+    paired error   standard error of the mean difference over the held-out windows; the windows are common, so it is small
+    chance         runs that differ in nothing that matters (initial weights moved by 1e-6 of their size, other random bits for
+                   stochastic rounding) part ways too; their spread is what training's chaos makes
+A difference of two runs is called separable when it exceeds 2 sqrt(paired error^2 + 2 spread^2).
+
+Runs are kept in --cache with their settings, so that the table accumulates: a run that is there is not repeated.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,113 +33,182 @@ from figures import DATA, Figure, arguments, report
 
 from karui.lowprec import LayerPolicy, LowPrecision, Precision
 
-RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4", "nvfp4")
-GOALS = {"fp8-current": 1.003, "fp8-blockwise": 1.003, "mxfp8": 1.003, "nvfp4": 1.015}
-WITHOUT = {
-    "stochastic rounding": {"stochastic": False},
-    "Hadamard transform": {"hadamard": False},
-    "16x16 weight tiles": {"square_weights": False},
-}
 EVERYWHERE = LayerPolicy(first_blocks=0, last_blocks=0)
+GOALS = {"fp8-current": 1.003, "fp8-blockwise": 1.003, "mxfp8": 1.003, "nvfp4": 1.015}
+LAST = 5  # evaluations that are averaged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all runs of a table have in common. Tokens are bytes."""
+
+    steps: int
+    width: int
+    blocks: int
+    batch: int
+    length: int
+    windows: int
+    lr: float
+
+
+FULL = Job(steps=1000, width=256, blocks=7, batch=4, length=128, windows=256, lr=2e-3)
+QUICK = Job(steps=150, width=96, blocks=4, batch=4, length=128, windows=128, lr=3e-3)
+
+
+def runs(job: Job) -> dict[str, Any]:
+    """By name: None (fp32), "bf16" (autocast), a float (initial weights moved by that share), or a `Precision`."""
+    late = ({"step": job.steps * 4 // 5, "gemm": "fprop", "to": "high"},)
+    table: dict[str, Any] = {"fp32": None, "nvfp4": {}, "fp8-current": {}, "fp8-blockwise": {}, "mxfp8": {}}
+    table |= {"fp32, moved by 1e-6": 1e-6, "nvfp4, other random bits": {"recipe": "nvfp4", "seed": 1}}
+    without = {"stochastic rounding": "stochastic", "Hadamard transform": "hadamard", "16x16 weight tiles": "square_weights"}
+    table |= {f"nvfp4 without {name}": {"recipe": "nvfp4", key: False} for name, key in without.items()}
+    table["nvfp4, first and last blocks high"] = {"recipe": "nvfp4", "policy": LayerPolicy()}
+    table["nvfp4, fprop high for the last fifth"] = {"recipe": "nvfp4", "schedule": late}
+    table |= {"fp32, moved by 2e-6": 2e-6, "bf16": "bf16", "fp8-rowwise": {}, "fp8-delayed": {}, "mxfp4": {}}
+    return {
+        name: Precision.parse({"recipe": name, "policy": EVERYWHERE} | what) if isinstance(what, dict) else what
+        for name, what in table.items()
+    }
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--plot", type=Path, help="write the loss curves here")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--data", type=Path, default=DATA / "wikitext2_valid.txt")
+    parser.add_argument("--cache", type=Path, help="JSON of finished runs, read and added to")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="train these runs only; the table shows all that are cached")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--train", type=Path, default=DATA / "wikitext2_valid.txt")
+    parser.add_argument("--held", type=Path, default=DATA / "wikitext2_test.txt")
     options = parser.parse_args()
-    if not options.data.exists():
-        sys.exit(f"{options.data} is not there; name a text file with --data, or its folder with KARUI_DATA")
-    steps = options.steps or (120 if options.quick else 2000)
-    shape = dict(width=options.width or (96 if options.quick else 256), blocks=4 if options.quick else 8)
-    batch, length = (4, 128) if options.quick else (16, 256)
-    text = torch.frombuffer(bytearray(options.data.read_bytes()), dtype=torch.uint8).long()
-    cut = len(text) * 9 // 10
-    job = dict(train=text[:cut], held=text[cut:], steps=steps, batch=batch, length=length, **shape)
-
-    curves = {"fp32": run(None, **job), "bf16": run("bf16", **job), "fp32, other batches": run(None, order=1, **job)}
-    for recipe in RECIPES:
-        curves[recipe] = run(Precision(recipe=recipe, policy=EVERYWHERE), **job)
-    for name, change in WITHOUT.items():
-        curves[f"nvfp4 without {name}"] = run(Precision(recipe="nvfp4", policy=EVERYWHERE, **change), **job)
-    late = steps * 3 // 4
-    schedule = ({"step": late, "gemm": "fprop", "to": "high"},)
-    curves["nvfp4, fprop high for the last quarter"] = run(
-        Precision.parse({"recipe": "nvfp4", "policy": EVERYWHERE, "schedule": schedule}), **job
-    )
-
-    final = {name: sum(v for s, v in curve if s > late) / sum(s > late for s, _ in curve) for name, curve in curves.items()}
-    base, chance = final["fp32"], abs(final["fp32, other batches"] - final["fp32"])
-    figures = []
-    for name, loss in final.items():
-        if name == "fp32":
-            continue
-        note = f"gap {100 * (loss / base - 1):+.2f} %"
-        if name.startswith("nvfp4 without"):
-            worse = loss - final["nvfp4"]
-            note += f"; {worse:+.4f} against nvfp4, " + (
-                "separable" if abs(worse) > chance else f"chance alone makes {chance:.4f}"
-            )
-        figures.append(Figure(name=name, ours=loss, unit="nats/byte", peer=base, peer_name="fp32", goal=GOALS.get(name),
-                              better="lower", note=note))  # fmt: skip
-    report(f"held-out loss after {steps} steps, {shape['blocks']} blocks of width {shape['width']}", figures, options.json)
+    for path in (options.train, options.held):
+        if not path.exists():
+            sys.exit(f"{path} is not there; name text files with --train and --held, or their folder with KARUI_DATA")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    job = QUICK if options.quick else FULL
+    table = runs(job)
+    wanted = options.only or list(table)
+    if unknown := [name for name in wanted if name not in table]:
+        sys.exit(f"{unknown[0]!r} is no run; runs: {', '.join(table)}")
+    text = {k: torch.frombuffer(bytearray(p.read_bytes()), dtype=torch.uint8).long() for k, p in
+            (("train", options.train), ("held", options.held))}  # fmt: skip
+    key = json.dumps(asdict(job) | {"train": options.train.name, "held": options.held.name})
+    cache = json.loads(options.cache.read_text()) if options.cache and options.cache.exists() else {}
+    done = cache.setdefault(key, {})
+    for name in wanted:
+        if name not in done:
+            done[name] = train(table[name], job, text, name)
+            if options.cache:
+                options.cache.write_text(json.dumps(cache) + "\n")
+    done = {name: done[name] for name in table if name in done}
+    title = f"held-out loss after {job.steps} steps of {job.batch * job.length} tokens, {job.blocks} blocks of width {job.width}"
+    report(figures(done), options.json, title=title, job=asdict(job))
     if options.plot:
-        plot(curves, options.plot)
+        plot({name: run["curve"] for name, run in done.items()}, options.plot)
 
 
-def run(precision: Any, *, train: torch.Tensor, held: torch.Tensor, steps: int, batch: int, length: int, width: int, blocks: int,
-        order: int = 0) -> list[tuple[int, float]]:  # fmt: skip
-    """Train one model; (step, held-out loss in nats per byte) at about 24 points."""
+def figures(done: dict[str, Any]) -> list[Figure]:
+    """The table: every run against fp32, and the NVFP4 variants against NVFP4."""
+    mean = {name: statistics.fmean(run["windows"]) for name, run in done.items()}
+    out = []
+    for name in done:
+        if name == "fp32" or "fp32" not in done:
+            continue
+        note = "gap to fp32 " + verdict(done, name, "fp32", percent_of=mean["fp32"])
+        if name.startswith("nvfp4 ") or name.startswith("nvfp4,") and "nvfp4" in done:
+            note += "; against nvfp4 " + verdict(done, name, "nvfp4", percent_of=mean["nvfp4"])
+        out.append(Figure(name=name, ours=mean[name], unit="nats/byte", peer=mean["fp32"], peer_name="fp32", goal=GOALS.get(name),
+                          better="lower", note=note))  # fmt: skip
+    return out
+
+
+def verdict(done: dict[str, Any], name: str, base: str, *, percent_of: float) -> str:
+    """The mean paired difference in percent, its two errors, and whether it counts."""
+    differences = [a - b for a, b in zip(done[name]["windows"], done[base]["windows"])]
+    gap, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+    spread = chance(done)
+    bound = 2 * math.sqrt(error**2 + 2 * spread**2)
+    text = f"{100 * gap / percent_of:+.3f} % (paired error {100 * error / percent_of:.3f}, chance {100 * spread / percent_of:.3f})"
+    return text + (" separable" if abs(gap) > bound else " not separable")
+
+
+def chance(done: dict[str, Any]) -> float:
+    """Spread (standard deviation, nats) between runs that differ by chance alone: pooled over fp32's and nvfp4's."""
+    squares, freedom = 0.0, 0
+    for names in (("fp32", "fp32, moved by 1e-6", "fp32, moved by 2e-6"), ("nvfp4", "nvfp4, other random bits")):
+        means = [statistics.fmean(done[n]["windows"]) for n in names if n in done]
+        if len(means) > 1:
+            squares += statistics.variance(means) * (len(means) - 1)
+            freedom += len(means) - 1
+    return math.sqrt(squares / freedom) if freedom else 0.0
+
+
+def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
+    """Train one model: {"curve": [(step, loss)], "windows": mean loss of each held-out window over the last evaluations, ...}."""
+    model = build(job)
+    if isinstance(what, float):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + what * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, job.lr, total_steps=job.steps + 1, pct_start=0.1)
+    if isinstance(what, Precision):
+        low = LowPrecision(what)
+        low.prepare(model)
+        low.attach(optimizer)
+    cast = torch.autocast("cpu", dtype=torch.bfloat16) if what == "bf16" else nullcontext()
+    generator = torch.Generator().manual_seed(0)
+    held = rows(text["held"], torch.linspace(0, len(text["held"]) - job.length - 2, job.windows).long(), job.length)
+    early = {job.steps * i // 16 for i in range(1, 13)}
+    late = {job.steps - job.steps * i // (5 * (LAST - 1)) for i in range(LAST)}
+    curve, windows = [], torch.zeros(job.windows, dtype=torch.float64)
+    began = time.perf_counter()
+    for step in range(1, job.steps + 1):
+        starts = torch.randint(len(text["train"]) - job.length - 1, (job.batch,), generator=generator)
+        optimizer.zero_grad()
+        with cast:
+            loss = losses(model, rows(text["train"], starts, job.length)).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step in early | late:
+            model.eval()
+            with torch.no_grad(), cast:
+                each = torch.cat([losses(model, part) for part in held.split(32)]).double()
+            model.train()
+            curve.append((step, float(each.mean())))
+            windows += each * (step in late) / len(late)
+    seconds = time.perf_counter() - began
+    print(f"{float(windows.mean()):.5f} after {seconds:.0f} s  {name}", file=sys.stderr, flush=True)
+    return {"curve": curve, "windows": windows.tolist(), "seconds": seconds, "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def build(job: Job) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=width,
-        intermediate_size=width * 8 // 3 // 32 * 32,
-        num_hidden_layers=blocks,
-        num_attention_heads=width // 32,
-        num_key_value_heads=width // 32,
-        max_position_embeddings=length,
+        hidden_size=job.width,
+        intermediate_size=job.width * 8 // 3 // 32 * 32,
+        num_hidden_layers=job.blocks,
+        num_attention_heads=job.width // 32,
+        num_key_value_heads=job.width // 32,
+        max_position_embeddings=job.length,
     )
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 * (96 / width) ** 0.5, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, optimizer.param_groups[0]["lr"], total_steps=steps + 1, pct_start=0.1
-    )
-    if isinstance(precision, Precision):
-        low = LowPrecision(precision)
-        low.prepare(model)
-        low.attach(optimizer)
-    cast = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
-    generator = torch.Generator().manual_seed(order)
-    fixed = torch.randint(len(held) - length - 1, (16,), generator=torch.Generator().manual_seed(99))
-    curve, began = [], time.perf_counter()
-    for step in range(1, steps + 1):
-        starts = torch.randint(len(train) - length - 1, (batch,), generator=generator)
-        optimizer.zero_grad()
-        with cast:
-            loss = _loss(model, train, starts, length)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % max(1, steps // 24) == 0 or step == steps:
-            model.eval()
-            with torch.no_grad(), cast:
-                curve.append((step, float(_loss(model, held, fixed, length))))
-            model.train()
-    name = precision.identity() if isinstance(precision, Precision) else precision or "fp32"
-    print(f"{curve[-1][1]:.4f} after {time.perf_counter() - began:.0f} s  {name}", file=sys.stderr, flush=True)
-    return curve
+    return LlamaForCausalLM(config)
 
 
-def _loss(model: torch.nn.Module, text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
-    rows = torch.stack([text[s : s + length + 1] for s in starts.tolist()])
-    logits = model(input_ids=rows[:, :-1]).logits.float()
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+def rows(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.stack([text[s : s + length + 1] for s in starts.tolist()])
+
+
+def losses(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Mean loss of each row."""
+    logits = model(input_ids=batch[:, :-1]).logits.float()
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+    return each.view(len(batch), -1).mean(1)
 
 
 def plot(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
@@ -137,11 +218,12 @@ def plot(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5))
-    base = dict(curves["fp32"])
+    base = dict(map(tuple, curves.get("fp32", [])))
     for name, curve in curves.items():
-        steps, losses = zip(*curve)
-        left.plot(steps, losses, label=name, linewidth=1)
-        right.plot(steps, [100 * (v / base[s] - 1) for s, v in curve], label=name, linewidth=1)
+        steps, values = zip(*curve)
+        left.plot(steps, values, label=name, linewidth=1)
+        if base:
+            right.plot(steps, [100 * (v / base[s] - 1) for s, v in curve], label=name, linewidth=1)
     left.set(xlabel="step", ylabel="held-out loss, nats per byte")
     right.set(xlabel="step", ylabel="gap to fp32, %")
     right.legend(fontsize=7)
