@@ -1,11 +1,12 @@
 """FSDP2: parameters, gradients and optimizer states split over the ranks (arXiv 2304.11277; torch's `fully_shard`).
 
-Every decoder layer is a unit that is gathered while it computes; embedding, final norm and head form the root. What is trained and
-what is frozen may lie in one unit, so adapters work as whole models do. Codes of a quantized base are buffers: each rank holds them.
+Every decoder layer is a unit that is gathered while it computes; embedding, final norm and head form the root. What is
+trained and what is frozen may lie in one unit, so adapters work as whole models do. Codes of a quantized base are buffers:
+each rank holds them.
 
-Asked for by `run.sharding: fsdp2`, or by launching with an accelerate configuration that has FSDP in version 2. The module is wrapped
-here and not by accelerate, so that CPU ranks (gloo) take the same path as GPUs, and so that saved states are whole: a checkpoint has
-the same files whatever the number of ranks, and goes on with another number.
+Asked for by `run.sharding: fsdp2`, or by launching with an accelerate configuration that has FSDP in version 2. The module is
+wrapped here and not by accelerate, so that CPU ranks (gloo) take the same path as GPUs, and so that saved states are whole: a
+checkpoint has the same files whatever the number of ranks, and goes on with another number.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def wanted(recipe: Recipe, accelerator: Accelerator) -> bool:
     if launched and version != 2:
         raise UnsupportedError(f"the accelerate configuration asks for FSDP version {version}; set fsdp_version: 2.")
     if recipe.run.sharding == "none" and launched:
-        raise KaruiError("run.sharding is none, but the run was launched with FSDP; leave run.sharding at auto, or launch without.")
+        raise KaruiError("run.sharding is none, but the run was launched with FSDP; leave it at auto, or launch without FSDP.")
     return accelerator.num_processes > 1 and (launched or recipe.run.sharding == "fsdp2")
 
 
