@@ -130,6 +130,21 @@ class LowPrecision:
         state = self.state
         return [n for n, amax in zip(state.names, state.staged[:, 0].tolist()) if amax == 0]
 
+    def check_ran(self) -> None:
+        """Before the first step is closed: layers that none of the passes went through.
+
+        Raises:
+            KaruiError: not one layer ran, so the step was in high precision. Some: a warning that names them.
+        """
+        if int(self.state.step) == 0 and (idle := self.idle()):
+            names = f"{', '.join(idle[:5])}{', ...' if len(idle) > 5 else ''}"
+            if len(idle) == len(self.state.names):
+                raise KaruiError(
+                    f"no low-precision layer ran before the first step ({names}): what wraps them multiplies with their "
+                    f"weights itself, or the model is in eval mode; the step would have been in high precision."
+                )
+            logger.warning("%d low-precision layers did not run in the first step: %s", len(idle), names)
+
     def finish_step(self, *, skipped: bool = False) -> None:
         """Close an optimizer step: call it once, after `optimizer.step()` or after deciding not to take it."""
         self.state.update(skipped=skipped)
@@ -144,14 +159,7 @@ class LowPrecision:
 
         def before(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal skipping
-            if int(self.state.step) == 0 and (idle := self.idle()):
-                names = f"{', '.join(idle[:5])}{', ...' if len(idle) > 5 else ''}"
-                if len(idle) == len(self.state.names):
-                    raise KaruiError(
-                        f"no low-precision layer ran before the first step ({names}): what wraps them multiplies with their "
-                        f"weights itself, or the model is in eval mode; the step would have been in high precision."
-                    )
-                logger.warning("%d low-precision layers did not run in the first step: %s", len(idle), names)
+            self.check_ran()
             bad = self.nonfinite()
             skipping = bool(bad)
             if bad:

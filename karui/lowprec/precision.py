@@ -18,17 +18,15 @@ Recipes (sources in the facts each names):
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from karui.configs.errors import KaruiError, nearest
+from karui.configs.steps.lowprec import Gemm, GemmFormat, LayerPolicy, PrecisionKeys, RecipeName, Switch
 
-Gemm = Literal["fprop", "dgrad", "wgrad"]
-RecipeName = Literal["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4", "nvfp4"]
-GemmFormat = Literal["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4", "nvfp4", "high"]
-Backend = Literal["auto", "emulate", "scaled_mm", "triton", "te"]
 GEMMS: tuple[Gemm, ...] = get_args(Gemm)
 RECIPES: tuple[str, ...] = get_args(RecipeName)
 FOUR_BIT = ("mxfp4", "nvfp4")
@@ -66,76 +64,21 @@ class Operand:
 HIGH = Operand(format="high")
 
 
-class Switch(BaseModel):
-    """From optimizer step `step` on, `gemm` (or all of them) runs in format `to`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    step: int = Field(ge=0, description="optimizer steps done before it takes effect")
-    gemm: Literal["fprop", "dgrad", "wgrad", "all"] = "fprop"
-    to: GemmFormat = "high"
-
-
-class LayerPolicy(BaseModel):
-    """Which linear layers stay in high precision.
-
-    Always: the output head and whatever shares its weight with an embedding, routers, adapters. With a 4-bit recipe also the
-    first 2 blocks and the last 8, or the last 15 % of a model with fewer than 54 blocks (arXiv 2509.25149, section 3.1).
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    first_blocks: int | None = Field(None, ge=0, description="null: the recipe's default, scaled to the model")
-    last_blocks: int | None = Field(None, ge=0, description="null: the recipe's default, scaled to the model")
-    skip: tuple[str, ...] = Field((), description="further names: full, or the last parts of one")
-    only: tuple[str, ...] = Field((), description="if given, no other layers")
-    min_features: int = Field(0, ge=0, description="layers whose smaller dimension is below stay high (small GEMMs get slower)")
-
-
-class Precision(BaseModel):
-    """A frozen description of low-precision training.
-
-    Attributes:
-        recipe: the formats of all three GEMMs.
-        fprop, dgrad, wgrad: a GEMM in another recipe's format, or "high".
-        schedule: changes over optimizer steps, later ones win.
-        compat: whose rounding and eps; None takes the recipe's own library (torchao for fp8-rowwise, else TransformerEngine).
-        hadamard, stochastic, square_weights: NVFP4's (and, but for the last, MXFP4's) ingredients, to switch off one by one.
-        history: steps of amax that delayed scaling remembers; margin: it divides the scale by 2^margin.
-        seed: of stochastic rounding.
-        pad: zero-pad dimensions that are no multiple of the format's block; False makes them an error.
-        frozen: a weight that takes no gradient is quantized once: "codes" keeps only that, "master" the weight beside it.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Precision(PrecisionKeys):
+    """A frozen description of low-precision training: the formats of all three GEMMs, and the keys of `PrecisionKeys`."""
 
     recipe: RecipeName
-    fprop: GemmFormat | None = None
-    dgrad: GemmFormat | None = None
-    wgrad: GemmFormat | None = None
-    schedule: tuple[Switch, ...] = ()
-    compat: Literal["te", "ao", "deepgemm"] | None = None
-    hadamard: bool = True
-    stochastic: bool = True
-    square_weights: bool = True
-    history: int = Field(1024, ge=1)
-    margin: int = Field(0, ge=0)
-    seed: int = 0
-    pad: bool = True
-    frozen: Literal["codes", "master"] = "codes"
-    backend: Backend = "auto"
-    policy: LayerPolicy = LayerPolicy()
 
     @model_validator(mode="before")
     @classmethod
     def _bare(cls, value: Any) -> Any:
         return {"recipe": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _sensible(self) -> Precision:
-        if self.compat == "deepgemm" and any(f in ("nvfp4",) for f in self._formats()):
-            raise ValueError("compat 'deepgemm' knows no NVFP4; use 'te' or 'ao'")
-        return self
+    @classmethod
+    def of(cls, step: PrecisionKeys) -> Precision:
+        """What a recipe's `prepare:` step says."""
+        values = {k: getattr(step, k) for k in PrecisionKeys.model_fields}
+        return cls.model_validate({"recipe": step.method, **values})  # type: ignore[attr-defined]
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | Precision) -> Precision:
@@ -152,7 +95,7 @@ class Precision(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(p) for p in first["loc"]) or "precision"
-            hint = f"; valid keys: {', '.join(cls.model_fields)}" if first["type"] == "extra_forbidden" else ""
+            hint = f"; valid keys: recipe, {', '.join(PrecisionKeys.model_fields)}" if first["type"] == "extra_forbidden" else ""
             raise KaruiError(f"low precision: {where}: {first['msg'].removeprefix('Value error, ')}{hint}.") from error
 
     def at(self, step: int) -> dict[Gemm, GemmFormat]:
@@ -193,7 +136,8 @@ class Precision(BaseModel):
 
     def identity(self) -> str:
         """JSON of everything that changes a number; equal for two runs that may resume one another."""
-        return self.model_dump_json(exclude={"backend"}, exclude_defaults=True)
+        rest = self.model_dump(mode="json", exclude={"backend", "recipe"}, exclude_defaults=True)
+        return json.dumps({"recipe": self.recipe, **rest}, separators=(",", ":"))
 
     def _formats(self) -> set[str]:
         return {getattr(self, g) or self.recipe for g in GEMMS} | {s.to for s in self.schedule}
@@ -224,3 +168,6 @@ def _table(form: GemmFormat) -> dict[Gemm, tuple[Operand, Operand]]:
         "dgrad": (dy, w),
         "wgrad": (replace(dy, hadamard=True), replace(x, hadamard=True)),
     }
+
+
+__all__ = ["GEMMS", "Gemm", "GemmFormat", "LayerPolicy", "Operand", "Precision", "RECIPES", "Switch"]

@@ -137,7 +137,8 @@ class Loop:
         gradient = accumulate(self.accelerator, self.module, micros)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = clip(self.accelerator, parameters, recipe.optim.clip or math.inf)
-        finite = math.isfinite(gradient.loss) and math.isfinite(norm)
+        faults = [fault for stage in self.stages for fault in stage.faults()]
+        finite = math.isfinite(gradient.loss) and math.isfinite(norm) and not faults
         if finite:
             self.optimizer.step()
         for stage in self.stages:
@@ -165,8 +166,10 @@ class Loop:
         self.last = values
         self._write(values)
         if not finite:
-            what = "loss" if not math.isfinite(gradient.loss) else "gradient"
-            self.progress.note(f"step {state.step}: the {what} is not finite ({gradient.loss}, norm {norm}); no update was made")
+            what = "loss" if not math.isfinite(gradient.loss) else "gradient" if not math.isfinite(norm) else "layer below"
+            where = f"; NaN or Inf in {', '.join(faults[:4])}{f' and {len(faults) - 4} more' if len(faults) > 4 else ''}"
+            self.progress.note(f"step {state.step}: the {what} is not finite ({gradient.loss}, norm {norm}); no update was made"
+                               f"{where if faults else ''}")
             if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise KaruiError(
                     f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, last at step "

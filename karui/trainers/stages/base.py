@@ -77,6 +77,10 @@ class Stage:
     def before_step(self, step: int, total: int) -> None:
         """Called before optimizer step `step` (from 0) of `total`: schedules."""
 
+    def faults(self) -> list[str]:
+        """What met a NaN or Inf in this step, where the gradient may hide it: the step is left out. Alike on every rank."""
+        return []
+
     def after_step(self, *, skipped: bool) -> None:
         """Called after the optimizer's step, or where one was left out because of a non-finite loss or gradient."""
 

@@ -17,9 +17,10 @@ class LowPrecisionStage(Stage):
 
     def __init__(self, step: Any, context: Context) -> None:
         from karui.lowprec.converter import LowPrecision
+        from karui.lowprec.precision import Precision
 
         super().__init__(step, context)
-        self.low = LowPrecision(step.method)
+        self.low = LowPrecision(Precision.of(step))
 
     def prepare(self, model: Any) -> Any:
         return self.low.prepare(model)
@@ -27,7 +28,12 @@ class LowPrecisionStage(Stage):
     def lines(self) -> list[str]:
         return self.low.table().splitlines()
 
+    def faults(self) -> list[str]:
+        return self.low.nonfinite()
+
     def after_step(self, *, skipped: bool) -> None:
+        if not skipped:
+            self.low.check_ran()
         self.low.finish_step(skipped=skipped)
 
     def state(self) -> dict[str, torch.Tensor]:
