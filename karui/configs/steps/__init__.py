@@ -8,7 +8,8 @@ from pydantic import Field
 
 from karui.configs.steps.adapters import LoraStep
 from karui.configs.steps.lowprec import LowPrecisionStep
+from karui.configs.steps.prune import PruneStep
 
-PrepareStep = Annotated[LoraStep | LowPrecisionStep, Field(discriminator="method")]
+PrepareStep = Annotated[PruneStep | LoraStep | LowPrecisionStep, Field(discriminator="method")]
 
-__all__ = ["LoraStep", "LowPrecisionStep", "PrepareStep"]
+__all__ = ["LoraStep", "LowPrecisionStep", "PrepareStep", "PruneStep"]

@@ -27,7 +27,9 @@ Divergence = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Te
 PLAIN: dict[str, Divergence] = {
     "forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation, "sorted_l1": sorted_l1,
 }
-WITH_PARAMETER: dict[str, tuple[Callable[..., Any], str]] = {"jsd": (jsd, "beta"), "skewed_kl": (skewed_kl, "alpha"), "skewed_reverse_kl": (skewed_reverse_kl, "alpha")}
+WITH_PARAMETER: dict[str, tuple[Callable[..., Any], str]] = {
+    "jsd": (jsd, "beta"), "skewed_kl": (skewed_kl, "alpha"), "skewed_reverse_kl": (skewed_reverse_kl, "alpha"),
+}
 NAMES = (*PLAIN, *WITH_PARAMETER)
 
 

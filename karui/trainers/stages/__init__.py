@@ -7,10 +7,11 @@ import importlib
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
 from karui.configs.section import Section
-from karui.configs.steps import LoraStep, LowPrecisionStep
+from karui.configs.steps import LoraStep, LowPrecisionStep, PruneStep
 from karui.trainers.stages.base import Context, Stage
 
 _STAGES: dict[type[Section], str] = {
+    PruneStep: "prune:PruneStage",
     LoraStep: "adapters:LoraStage",
     LowPrecisionStep: "lowprec:LowPrecisionStage",
 }

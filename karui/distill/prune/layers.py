@@ -1,0 +1,73 @@
+"""Depth: drop whole layers, chosen by what they change (ShortGPT, Men et al., arXiv 2403.03853; Minitron, arXiv 2407.14679).
+
+Importance of a layer is its block influence, 1 - cos(what enters, what leaves), averaged over tokens: a layer that hardly turns
+the residual stream is hardly missed. `uniform` instead spreads the kept layers evenly, first and last always among them, which
+distillation often starts from as well or better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from karui.configs.errors import KaruiError
+from karui.distill import capture
+from karui.distill.prune import Pruned, decoder, forward
+
+
+def drop_layers(model: nn.Module, keep: int, rows: Sequence[torch.Tensor] = (), choice: str = "uniform") -> Pruned:
+    """Leave `keep` layers.
+
+    Args:
+        choice: uniform, influence (needs rows), first.
+
+    Raises:
+        KaruiError: nothing would be dropped or left.
+    """
+    total = len(decoder(model).layers)
+    if not 1 <= keep < total:
+        raise KaruiError(f"prune: keep_layers is {keep}; expected 1 to {total - 1} of the model's {total} layers.")
+    lines: tuple[str, ...] = ()
+    if choice == "uniform":
+        kept = sorted({round(i * (total - 1) / max(1, keep - 1)) for i in range(keep)})
+    elif choice == "first":
+        kept = list(range(keep))
+    elif choice == "influence":
+        influence = block_influence(model, rows)
+        kept = sorted(sorted(range(total), key=lambda i: -influence[i])[:keep])
+        lines = ("block influence " + ", ".join(f"{i}: {v:.4f}" for i, v in enumerate(influence)),)
+    else:
+        raise KaruiError(f"prune: choice {choice!r} is not known; valid: uniform, influence, first.")
+    keep_layers(model, kept)
+    return Pruned(kept_layers=tuple(kept), lines=(f"kept layers {kept} of {total} ({choice})", *lines))
+
+
+@torch.no_grad()
+def block_influence(model: nn.Module, rows: Sequence[torch.Tensor]) -> list[float]:
+    """1 - cos(input, output) of each layer, averaged over all tokens of the rows."""
+    layers = decoder(model).layers
+    total, tokens = torch.zeros(len(layers), dtype=torch.float64), 0
+    for row in rows or [torch.empty(0, dtype=torch.int64)]:
+        with capture.depths(layers, range(len(layers) + 1)) as states:
+            forward(model, [row] if len(row) else [])
+        for i in range(len(layers)):
+            total[i] += (1 - nn.functional.cosine_similarity(states[i].double(), states[i + 1].double(), dim=-1)).sum().cpu()
+        tokens += len(row)
+    return (total / tokens).tolist()
+
+
+def keep_layers(model: nn.Module, kept: Sequence[int]) -> None:
+    """Leave the named layers, in order, and make the configuration agree."""
+    body = decoder(model)
+    body.layers = nn.ModuleList(body.layers[i] for i in kept)
+    for at, layer in enumerate(body.layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = at
+    config = model.config
+    config.num_hidden_layers = len(kept)  # type: ignore[union-attr]
+    for key in ("layer_types", "no_rope_layers"):
+        if isinstance(value := getattr(config, key, None), (list, tuple)):
+            setattr(config, key, [value[i] for i in kept])

@@ -1,0 +1,60 @@
+"""Pruning as a step of a run: the student is made before training, masks are kept while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from karui.configs.errors import UnsupportedError
+from karui.trainers.stages.base import Stage
+
+
+class PruneStage(Stage):
+    """See `karui.distill.prune`. The same samples calibrate every rank and every resumed run."""
+
+    order = 10
+    kept_layers: tuple[int, ...] = ()
+
+    def prepare(self, model: Any) -> Any:
+        from karui.distill.prune.experts import prune_experts
+        from karui.distill.prune.layers import drop_layers
+        from karui.distill.prune.sparsegpt import prune_sparse
+        from karui.distill.prune.width import prune_width
+
+        step, samples = self.step, self.context.samples
+        if any(getattr(s, "method", "") in ("lora", "qlora") for s in self.context.recipe.prepare):
+            raise UnsupportedError("prepare: an adapter is merged into the model it was loaded from, which pruning changes. "
+                                   "Prune and heal in one run, then train the adapter on that run's final/.")
+        rows = [torch.from_numpy(samples[i].ids.astype("int64")) for i in range(min(step.samples, len(samples)))]
+        was_training = model.training
+        model.eval()
+        if step.method == "prune-layers":
+            self.done = drop_layers(model, step.keep_layers, rows, step.choice)
+        elif step.method == "prune-width":
+            self.done = prune_width(model, rows, intermediate=step.intermediate, kv_heads=step.kv_heads, hidden=step.hidden)
+        elif step.method == "prune-experts":
+            self.done = prune_experts(model, rows, step.keep_experts)
+        else:
+            self.done = prune_sparse(model, rows, step.sparsity)
+        self.kept_layers = self.done.kept_layers
+        self.masks = dict(self.done.masks)
+        self.parameters = {name: model.get_parameter(name) for name in self.masks}
+        model.train(was_training)
+        return model
+
+    def lines(self) -> list[str]:
+        return list(self.done.lines)
+
+    @torch.no_grad()
+    def after_step(self, *, skipped: bool) -> None:
+        """Momentum and weight decay must not bring pruned weights back."""
+        for name, mask in self.masks.items():
+            self.parameters[name].mul_(mask.to(self.parameters[name].device))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: mask.to(torch.uint8) for name, mask in self.masks.items()}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.masks = {name: mask.bool() for name, mask in state.items()}

@@ -1,0 +1,184 @@
+"""Unit and reference tests of pruning: what is left computes what the whole did where nothing was lost, and loads as a folder."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from karui.configs.errors import KaruiError, UnsupportedError
+from karui.distill.prune.experts import prune_experts, router_mass
+from karui.distill.prune.layers import block_influence, drop_layers
+from karui.distill.prune.sparsegpt import prune_matrix, prune_sparse, read_pattern
+from karui.distill.prune.width import prune_width
+
+
+def llama(tied=True, **options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{
+        "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "tie_word_embeddings": tied, **options})).eval()
+
+
+def rows(n=3, length=20, vocab=40):
+    g = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab, (length,), generator=g) for _ in range(n)]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(9).unsqueeze(0)).logits
+
+
+def reloaded(model, folder):
+    model.save_pretrained(folder)
+    again = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.testing.assert_close(logits(again), logits(model))
+    return again
+
+
+def test_dropped_layers_leave_a_model_folder(tmp_path):
+    model = llama()
+    third = model.model.layers[2]
+    done = drop_layers(model, 3)
+    assert done.kept_layers == (0, 2, 4) and model.model.layers[1] is third
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2]
+    assert reloaded(model, tmp_path).config.num_hidden_layers == 3
+
+
+def test_a_layer_that_does_nothing_has_no_influence_and_goes_first():
+    model = llama()
+    idle = model.model.layers[3]
+    with torch.no_grad():
+        idle.self_attn.o_proj.weight.zero_()
+        idle.mlp.down_proj.weight.zero_()
+    before = logits(model)
+    influence = block_influence(model, rows())
+    assert influence[3] == pytest.approx(0, abs=1e-9) and min(v for i, v in enumerate(influence) if i != 3) > 1e-4
+    assert drop_layers(model, 4, rows(), "influence").kept_layers == (0, 1, 2, 4)
+    torch.testing.assert_close(logits(model), before)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_width_drops_what_carries_nothing(tied, tmp_path):
+    model = llama(tied)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight[::3].zero_()
+            layer.self_attn.v_proj.weight[:8].zero_()
+    before = logits(model)
+    done = prune_width(model, rows(), intermediate=32, kv_heads=1)
+    torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=1e-5)
+    assert "intermediate 48 -> 32" in done.lines[0] and model.config.head_dim == 8
+    again = reloaded(model, tmp_path)
+    assert again.model.layers[0].self_attn.q_proj.weight.shape == (16, 32)
+
+
+def test_hidden_channels_go_everywhere(tmp_path):
+    for tied in (True, False):
+        model = llama(tied)
+        size = sum(p.numel() for p in model.parameters())
+        prune_width(model, rows(), hidden=24)
+        again = reloaded(model, tmp_path / str(tied))
+        assert sum(p.numel() for p in again.parameters()) < size and again.config.hidden_size == 24
+        assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+
+
+def test_the_channels_kept_are_those_that_carry_most():
+    model = llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 4:] *= 1e-3
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    kept = model.model.embed_tokens.weight[:, :4].clone()
+    prune_width(model, rows(), hidden=4)
+    assert torch.equal(model.model.embed_tokens.weight, kept)
+
+
+@pytest.mark.parametrize("pattern", [0.5, "2:4", 0.3])
+def test_sparsegpt_beats_magnitude_on_correlated_inputs(pattern):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(400, 16, generator=g) @ torch.randn(16, 64, generator=g) + 0.1 * torch.randn(400, 64, generator=g)
+    w = torch.randn(24, 64, generator=g)
+    share, n, m = read_pattern(pattern)
+    ours = w.clone()
+    mask = prune_matrix(ours, x.T @ x, share, n, m)
+    assert torch.equal(ours == 0, ~mask) or bool((ours[~mask] == 0).all())
+    assert float((~mask).float().mean()) == pytest.approx(share, abs=0.01)
+    if m:
+        assert bool((mask.view(24, -1, m).sum(-1) == m - n).all())
+        score = w.abs().view(24, -1, m)
+        plain = torch.ones_like(score, dtype=torch.bool).scatter_(2, score.argsort(dim=2)[..., :n], False).view_as(w)
+    else:
+        plain = w.abs() > w.abs().flatten().sort().values[int(share * w.numel()) - 1]
+    error = lambda v: (x @ (v - w).T).square().sum()  # noqa: E731
+    assert error(ours) < 0.5 * error(w * plain)
+
+
+def test_a_single_pruned_column_gets_the_best_repair():
+    """With one weight left out of a row, the others must be the least-squares solution: OBS, found here by a solver."""
+    g = torch.Generator().manual_seed(4)
+    x, w = torch.randn(200, 6, generator=g).double(), torch.randn(1, 6, generator=g)
+    w[0, 0] = 1e-3  # the first column is the least salient, so everything to its right may move
+    ours = w.clone()
+    mask = prune_matrix(ours, (x.T @ x).float(), 1 / 6, damping=0.0)
+    assert mask.tolist() == [[False, True, True, True, True, True]]
+    best = torch.linalg.lstsq(x[:, 1:], x @ w[0].double()).solution
+    torch.testing.assert_close(ours[0, 1:].double(), best, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sparse_model_is_masked_layer_after_layer(tmp_path):
+    model = llama()
+    done = prune_sparse(model, rows(), "2:4")
+    assert len(done.masks) == 5 * 7
+    for name, mask in done.masks.items():
+        assert bool((model.get_parameter(name)[~mask] == 0).all())
+    assert "(50.0 %)" in done.lines[0]
+    reloaded(model, tmp_path)
+
+
+def moe():
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=6, num_experts_per_tok=2, head_dim=8, norm_topk_prob=True)).eval()
+
+
+def test_fewer_experts_are_a_model_folder(tmp_path):
+    model = moe()
+    done = prune_experts(model, rows(), 4)
+    assert model.config.num_local_experts == 4 and len(done.lines) == 2
+    again = reloaded(model, tmp_path)
+    assert again.model.layers[0].mlp.experts.down_proj.shape[0] == 4
+
+
+def test_the_most_used_experts_are_kept():
+    model = moe()
+    mass = router_mass(model, rows())
+    sizes = [layer.mlp.experts.down_proj.detach().flatten(1).norm(dim=1).double() for layer in model.model.layers]
+    wanted = [sorted((-(mass[f"model.layers.{i}.mlp"] * sizes[i])).argsort()[:3].tolist()) for i in range(2)]
+    old = [layer.mlp.experts.down_proj.detach().clone() for layer in model.model.layers]
+    prune_experts(model, rows(), 3)
+    for i, layer in enumerate(model.model.layers):
+        assert torch.equal(layer.mlp.experts.down_proj, old[i][wanted[i]])
+
+
+def test_bad_requests_are_named():
+    with pytest.raises(KaruiError, match="expected 1 to 4"):
+        drop_layers(llama(), 5)
+    with pytest.raises(KaruiError, match="not known"):
+        drop_layers(llama(), 2, choice="random")
+    with pytest.raises(KaruiError, match="needs calibration text"):
+        drop_layers(llama(), 2, choice="influence")
+    with pytest.raises(KaruiError, match="at least one of"):
+        prune_width(llama(), rows())
+    with pytest.raises(KaruiError, match="expected 1 to 48"):
+        prune_width(llama(), rows(), intermediate=64)
+    with pytest.raises(UnsupportedError, match="not built like llama"):
+        prune_width(moe(), rows(), hidden=8)
+    with pytest.raises(UnsupportedError, match="no mixture"):
+        prune_experts(llama(), rows(), 2)
+    with pytest.raises(KaruiError, match=r"expected 2 \(experts per token\) to 5"):
+        prune_experts(moe(), rows(), 1)
+    for pattern in ("4:2", 1.5, "half", "3:5"):
+        with pytest.raises(KaruiError, match="neither a share"):
+            read_pattern(pattern)

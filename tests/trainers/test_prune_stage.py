@@ -1,0 +1,48 @@
+"""Behavioural: a student is pruned, healed by its own teacher, resumed, and left as an ordinary folder."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from karui.configs.errors import KaruiError, UnsupportedError
+from karui.trainers.loop import read_log
+from karui.trainers.run import run_recipe
+
+
+@pytest.mark.parametrize("step", [
+    {"method": "prune-layers", "keep_layers": 1}, {"method": "prune-layers", "keep_layers": 1, "choice": "influence"},
+    {"method": "prune-width", "intermediate": 64, "kv_heads": 1, "hidden": 48}])
+def test_a_smaller_student_learns_from_the_model_it_came_from(step, make_recipe):
+    from transformers import AutoModelForCausalLM
+
+    recipe = make_recipe(prepare=[step], objective={"kind": "distil"}, optim={"steps": 12, "lr": 3e-3})
+    done = run_recipe(recipe)
+    rows = [r["loss_logits"] for r in read_log(done.folder) if "loss" in r]
+    assert rows[-1] < rows[0]
+    student = AutoModelForCausalLM.from_pretrained(done.final)
+    config = student.config
+    if step["method"] == "prune-layers":
+        assert config.num_hidden_layers == 1
+    else:
+        assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads, config.head_dim) == (48, 64, 1, 16)
+
+
+def test_masks_hold_through_training_and_a_resume(make_recipe):
+    recipe = make_recipe(prepare=[{"method": "sparsegpt", "sparsity": "2:4"}], objective={"kind": "distil"},
+                         optim={"weight_decay": 0.1}, run={"checkpoint_every": 3, "keep": 9})
+    done = run_recipe(recipe)
+    tensors = load_file(done.final / "model.safetensors")
+    zeros = {n: v == 0 for n, v in tensors.items() if n.endswith("proj.weight")}
+    assert len(zeros) == 14 and all((z.view(len(z), -1, 4).sum(-1) >= 2).all() for z in zeros.values())
+    run_recipe(recipe, resume=done.folder / "checkpoint-000003")
+    again = load_file(done.final / "model.safetensors")
+    assert all(torch.equal(again[n], v) for n, v in tensors.items())
+
+
+def test_senseless_steps_are_refused(make_recipe):
+    with pytest.raises(KaruiError, match="keep_layers does not belong to sparsegpt"):
+        make_recipe(prepare=[{"method": "sparsegpt", "sparsity": 0.5, "keep_layers": 3}])
+    with pytest.raises(KaruiError, match="prune-width needs intermediate or kv_heads or hidden"):
+        make_recipe(prepare=[{"method": "prune-width"}])
+    with pytest.raises(UnsupportedError, match="Prune and heal in one run"):
+        run_recipe(make_recipe(prepare=[{"method": "prune-layers", "keep_layers": 1}, {"method": "lora", "rank": 4}]))
