@@ -23,15 +23,13 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
-from karui.kernels.quantize.grid import grouped, inverse
-from karui.kernels.quantize.integer import find_range
 from karui.kernels.rounding import round_columns
 from karui.qat.calibration import Block, Group, Stage
+from karui.qat.grids import check_solvable, coded, element, ruled, searched, step_of, zero_of
 from karui.qat.rtn import RTNConfig, rounded
-from karui.qat.search import search_scale
 from karui.qat.types import LayerReport, MethodConfig
 
 log = logging.getLogger(__name__)
@@ -70,8 +68,8 @@ def quantize_block(block: Block, config: GPTQConfig) -> None:
                     f"rtn: only {counts[i]} of {block.tokens} tokens reached it, {config.min_tokens} needed",
                 )
                 continue
-            for spec in dict.fromkeys(block.specs[n] for n in names):  # usually one; mixed precision splits the group
-                same = [n for n in names if block.specs[n] == spec]
+            for same in _alike(names, block.specs):
+                spec = block.specs[same[0]]
                 weights = [block.linears[n].weight.detach().float() for n in same]
                 joint = torch.cat(weights)
                 result = solve(joint, grams[i], spec, config, name=same[0])
@@ -94,6 +92,14 @@ def quantize_block(block: Block, config: GPTQConfig) -> None:
                             name=n, spec=str(spec), method="gptq", error=error, error_of="output", tokens=counts[i], note=note
                         ),
                     )
+
+
+def _alike(names: tuple[str, ...], specs: dict[str, QuantSpec]) -> list[list[str]]:
+    """Linears of one group that are solved as one matrix: usually all. Mixed precision splits them, a scale per tensor too."""
+    together: dict[tuple[QuantSpec, str], list[str]] = {}
+    for n in names:
+        together.setdefault((specs[n], n if specs[n].granularity == "tensor" else ""), []).append(n)
+    return list(together.values())
 
 
 def _nearest(block: Block, names: tuple[str, ...], tokens: int, why: str) -> None:
@@ -162,10 +168,9 @@ def solve(
     """GPTQ on one weight w [out, in] with its Hessian [in, in]; the codes and the damping used, None when no damping worked.
 
     Raises:
-        UnsupportedError: the grid is not an integer grid.
+        UnsupportedError: a grid without a fixed step per weight (nf4, binary).
     """
-    if spec.format != "int":
-        raise UnsupportedError(f"{name}: GPTQ serves int grids, not {spec}; use rtn for it.")
+    check_solvable(spec, "GPTQ", name)
     diagonal = gram.diagonal().clone()
     dead = diagonal == 0
     if dead.any():
@@ -176,34 +181,27 @@ def solve(
         return None
     upper, order, damp = found
     if config.scale_search == "range":
-        scale, zero = find_range(grouped(w, spec), spec)
+        grid = ruled(w, spec, name=name)
     else:
         weight = diagonal if config.scale_search == "hessian" else None
-        scale, zero = search_scale(w, spec, weight=weight, steps=config.steps, signed=config.signed_scale)
+        grid = searched(w, spec, weight=weight, steps=config.steps, signed=config.signed_scale, name=name)
     rows, width = w.shape
     low, high = spec.code_range
     # everything below is [in, out]: one column of the weight is one contiguous row
-    group = torch.arange(width, device=w.device) // (spec.group_size or width)
-    columns = scale.expand(rows, -1) if spec.granularity == "tensor" else scale
-    steps = inverse(columns).T[group[order]].contiguous()
-    zeros = (
-        None
-        if zero is None
-        else (zero.expand(rows, -1) if spec.granularity == "tensor" else zero).float().T[group[order]].contiguous()
-    )
+    zero = zero_of(grid)
+    steps, zeros = step_of(grid).T[order].contiguous(), None if zero is None else zero.T[order].contiguous()
     work = w.T[order].contiguous()
     codes = torch.empty_like(work)
     rest = upper / upper.diagonal()[:, None]  # row j holds U_jk / U_jj
     for a in range(0, width, config.block):
         b = min(a + config.block, width)
         shift = None if zeros is None else zeros[a:b]
-        codes[a:b], err = round_columns(work[a:b], rest[a:b, a:b], steps[a:b], shift, low, high)
+        codes[a:b], err = round_columns(work[a:b], rest[a:b, a:b], steps[a:b], shift, low, high, element(spec))
         if b < width:
             work[b:].addmm_(rest[a:b, b:].T, err, alpha=-1.0)
     back = torch.empty_like(codes)
     back[order] = codes
-    dtype = torch.int8 if spec.symmetric else torch.uint8
-    return QTensor(codes=back.T.to(dtype).contiguous(), scale=scale, zero=zero, spec=spec, shape=(rows, width)), damp
+    return coded(grid, back.T), damp
 
 
 def factor_ordered(gram: torch.Tensor, config: GPTQConfig) -> tuple[torch.Tensor, torch.Tensor, float] | None:
@@ -219,21 +217,15 @@ def factor_ordered(gram: torch.Tensor, config: GPTQConfig) -> tuple[torch.Tensor
 
 
 def split(q: QTensor, rows: list[int]) -> list[QTensor]:
-    """Cut a row-wise concatenation back into its weights (a per-tensor scale is shared by all parts)."""
+    """Cut a row-wise concatenation back into its weights; they share NVFP4's global scale, as its kernels want it."""
+    assert q.spec.granularity != "tensor" or len(rows) == 1, "a scale per tensor is not shared between tensors"
     parts, start = [], 0
     for n in rows:
-        part = slice(start, start + n)
+        part = slice(start, start + n) if len(rows) > 1 else slice(None)
         start += n
-        shared = q.spec.granularity == "tensor"
-        parts.append(
-            QTensor(
-                codes=q.codes[part].contiguous(),
-                scale=q.scale if shared else q.scale[part].contiguous(),
-                zero=None if q.zero is None else q.zero if shared else q.zero[part].contiguous(),
-                spec=q.spec,
-                shape=(n, q.shape[1]),
-            )
-        )
+        zero = None if q.zero is None else q.zero[part].contiguous()
+        codes, scale = q.codes[part].contiguous(), q.scale[part].contiguous()
+        parts.append(QTensor(codes=codes, scale=scale, zero=zero, spec=q.spec, shape=(n, q.shape[1]), extra=q.extra))
     return parts
 
 

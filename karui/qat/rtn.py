@@ -1,8 +1,7 @@
 """Rounding to nearest, with an optional search of each group's scale; the only method that serves every grid.
 
-Needs no calibration. With `clip_search` (int grids) the range of each group is shrunk until the squared error of its weights is
-least, which at 3 and 2 bits is most of what can be had without data; other grids (FP8, MXFP4, NVFP4, NF4, ternary) have their own
-fixed rule.
+Needs no calibration. With `clip_search` the range of each group is shrunk until the squared error of its weights is least, which
+at 3 and 2 bits is most of what can be had without data; FP8, NF4 and binary grids have their own fixed rule (see `grids`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import quantize
 from karui.qat.calibration import Block
-from karui.qat.search import search_scale, weight_error
+from karui.qat.grids import searched
+from karui.qat.search import weight_error
 from karui.qat.types import LayerReport, MethodConfig
 
 
@@ -31,11 +31,9 @@ CONFIG = RTNConfig
 
 def rounded(w: torch.Tensor, spec: QuantSpec, config: RTNConfig, name: str, weight: torch.Tensor | None = None) -> QTensor:
     """w [out, in] on the grid `spec`; `weight` [in] weighs the inputs in the search."""
-    if spec.format != "int" or not config.clip_search:
+    if not config.clip_search:
         return quantize(w, spec, name=name)
-    quantize(w[:1], spec, name=name)  # the checks of shape and finiteness, with their messages
-    scale, zero = search_scale(w.float(), spec, weight=weight, steps=config.steps, signed=config.signed_scale)
-    return quantize(w, spec, scale=scale, zero=zero, name=name)
+    return searched(w.float(), spec, weight=weight, steps=config.steps, signed=config.signed_scale, name=name)
 
 
 def quantize_block(block: Block, config: RTNConfig) -> None:
@@ -43,5 +41,5 @@ def quantize_block(block: Block, config: RTNConfig) -> None:
     for name, linear in block.linears.items():
         w = linear.weight.detach().float()
         q = rounded(w, block.specs[name], config, name)
-        note = "clip search" if config.clip_search and q.spec.format == "int" else ""
+        note = "clip search" if config.clip_search and q.spec.format in ("int", "ternary", "mxfp4", "nvfp4") else ""
         block.commit(name, q, LayerReport(name=name, spec=str(q.spec), method="rtn", error=weight_error(w, q), note=note))

@@ -7,6 +7,7 @@ import torch
 
 from karui.configs import QuantSpec
 from karui.kernels import rounding
+from karui.kernels.quantize import elements
 from karui.kernels.quantize.grid import grouped, inverse
 from karui.kernels.quantize.integer import find_range
 from karui.kernels.rounding import reference
@@ -70,6 +71,21 @@ def test_compiled_columns_follow_the_reference(columns: int, rows: int, affine: 
         assert (free - codes[j]).abs().max() <= 0.5 + 1e-4
     again = reference.round_columns(work, rest, step, zero, low, high)
     assert float((again[0] == codes).float().mean()) > 0.98 and torch.equal(work, kept)
+
+
+@native
+@pytest.mark.parametrize("element", ["e2m1", "e4m3"])
+def test_compiled_columns_round_to_small_floats_as_the_encoder_does(element: rounding.Element) -> None:
+    """One column, so nothing is carried over: every magnitude from below the smallest step to beyond the largest, and all ties."""
+    kind = elements.ELEMENTS[element]
+    values = elements.decode(torch.arange(kind.max_code + 1, dtype=torch.uint8), kind)
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2, values * 1.01, values * 0.99, torch.tensor([1e-5, 500.0, 1e4])])
+    points = torch.cat([points, -points])[None]
+    wanted = elements.decode(elements.encode(points, kind), kind)
+    one = torch.ones_like(points)
+    codes, err = rounding.round_columns(points, torch.ones(1, 1), one, None, 0, 0, element)
+    again, _ = reference.round_columns(points, torch.ones(1, 1), one, None, 0, 0, element)
+    assert torch.equal(codes, wanted) and torch.equal(again, wanted) and torch.equal(err, points - wanted)
 
 
 @native

@@ -111,7 +111,7 @@ def test_parts_of_a_joint_solve_equal_their_own() -> None:
 
 
 def test_other_grids_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="int grids"):
+    with pytest.raises(UnsupportedError, match="GPTQ serves the grids int, ternary"):
         solve(torch.randn(2, 64), torch.eye(64), QuantSpec.parse("nf4"), GPTQConfig())
 
 

@@ -24,6 +24,26 @@ static inline V code(const V& x, const V& low, const V& high) {
     return (y + magic) - magic;
 }
 
+// E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6) and E4M3 (three mantissa bits, 2^-9 .. 448), nearest with ties to even, saturating.
+static inline V e2m1(const V& x) {
+    V y = code(x, all(-6.0f), all(6.0f)), m = x < all(0.0f) ? -x : x;
+    V fine = code(x * all(2.0f), all(-12.0f), all(12.0f)) * all(0.5f), coarse = code(x * all(0.5f), all(-3.0f), all(3.0f)) * all(2.0f);
+    return m < all(2.0f) ? fine : m < all(4.0f) ? y : coarse;
+}
+
+typedef int32_t I __attribute__((vector_size(64), aligned(4), may_alias));
+static inline V e4m3(const V& x) {
+    V y = x < all(-448.0f) ? all(-448.0f) : x, m;
+    y = y > all(448.0f) ? all(448.0f) : y;
+    I bits, one;
+    for (int i = 0; i < L; i++) one[i] = 1;
+    std::memcpy(&bits, &y, sizeof bits);
+    bits = (bits + (one * 0x7ffff + ((bits >> 20) & one))) & (one * ~0xfffff);
+    std::memcpy(&m, &bits, sizeof m);
+    V small = code(y * all(512.0f), all(-8.0f), all(8.0f)) * all(1.0f / 512), magnitude = y < all(0.0f) ? -y : y;
+    return magnitude < all(0.015625f) ? small : m;
+}
+
 static inline float sum(const V& v) {
     float half[8];
     for (int i = 0; i < 8; i++) half[i] = v[i] + v[i + 8];
@@ -127,9 +147,9 @@ void karui_search_scale(const float* x, const float* h, float* scale, float* zer
 }
 
 // One block of GPTQ: work [columns, rows] with row stride `rows`, rest [columns, columns] transposed (row k holds U_jk / U_jj for
-// j < k), step and zero (or null) [columns, rows]; codes and err [columns, rows] come out.
+// j < k), step and zero (or null) [columns, rows]; codes and err [columns, rows] come out. element: 0 whole numbers, 1 E2M1, 2 E4M3.
 void karui_round_columns(const float* work, const float* rest, const float* step, const float* zero, int64_t rows, int columns,
-                         int low, int high, float* codes, float* err, int threads) {
+                         int low, int high, float* codes, float* err, int element, int threads) {
     const int W = 4 * L;
     spread((rows + W - 1) / W, 1, threads, [=](int64_t first, int64_t last) {
         std::vector<float> tile(int64_t(columns) * W, 0.0f);  // errors of the columns done, of W rows
@@ -152,7 +172,8 @@ void karui_round_columns(const float* work, const float* rest, const float* step
                     for (int v = 0; v < 4; v++) a[v] -= u * load(&tile[int64_t(j) * W + v * L]);
                 }
                 for (int v = 0; v < 4; v++) {
-                    V sv = load(s + v * L), zv = load(z + v * L), q = code(a[v] / sv, lo - zv, hi - zv);
+                    V sv = load(s + v * L), zv = load(z + v * L), u = a[v] / sv;
+                    V q = element == 0 ? code(u, lo - zv, hi - zv) : element == 1 ? e2m1(u) : e4m3(u);
                     store(c + v * L, q + zv);
                     store(&tile[int64_t(k) * W + v * L], a[v] - q * sv);
                 }

@@ -10,7 +10,7 @@ import ctypes as C
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,8 @@ from karui.configs.quantspec import QuantSpec
 from karui.kernels.rounding import reference
 
 log = logging.getLogger(__name__)
+Element = Literal["int", "e2m1", "e4m3"]
+_ELEMENTS: tuple[Element, ...] = ("int", "e2m1", "e4m3")
 _TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
@@ -50,26 +52,28 @@ def search_scale(
 
 
 def round_columns(
-    work: torch.Tensor, rest: torch.Tensor, step: torch.Tensor, zero: torch.Tensor | None, low: int, high: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    work: torch.Tensor, rest: torch.Tensor, step: torch.Tensor, zero: torch.Tensor | None, low: int, high: int,
+    element: Element = "int",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """GPTQ within one block of columns: q_j = round(w_j), e_j = w_j - q_j, w_k -= rest_jk e_j for k > j.
 
     Args:
         work: [columns, rows] fp32, one column of the weight per row; left as it is.
         rest: [columns, columns] fp32, upper triangle U_jk / U_jj.
         step, zero: [columns, rows] fp32, the grid at each weight; zero None for symmetric grids.
+        element: what w / step is rounded to: whole numbers low..high, or the values of a small float (low, high unused).
 
-    Returns codes and errors [columns, rows] fp32.
+    Returns codes (elements) and errors [columns, rows] fp32.
     """
     lib = None if work.device.type != "cpu" else _library()
     if lib is None:
-        return reference.round_columns(work, rest, step, zero, low, high)
+        return reference.round_columns(work, rest, step, zero, low, high, element)
     work, step, turned = work.contiguous(), step.contiguous(), rest.T.contiguous()
     shift = None if zero is None else zero.contiguous()
     codes, err = torch.empty_like(work), torch.empty_like(work)
     lib.karui_round_columns(
         work.data_ptr(), turned.data_ptr(), step.data_ptr(), _pointer(shift), work.shape[1], work.shape[0], low, high,
-        codes.data_ptr(), err.data_ptr(), torch.get_num_threads(),
+        codes.data_ptr(), err.data_ptr(), _ELEMENTS.index(element), torch.get_num_threads(),
     )  # fmt: skip
     return codes, err
 
@@ -90,6 +94,6 @@ def _library() -> Any:
         return None
     p, i, n = C.c_void_p, C.c_int, C.c_int64
     lib.karui_search_scale.argtypes = [p, p, p, p, n, i, i, i, i, p, i, i, i, i, i]
-    lib.karui_round_columns.argtypes = [p, p, p, p, n, i, i, i, p, p, i]
+    lib.karui_round_columns.argtypes = [p, p, p, p, n, i, i, i, p, p, i, i]
     lib.karui_search_scale.restype = lib.karui_round_columns.restype = None
     return lib

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from karui.configs.quantspec import QuantSpec
+from karui.kernels.quantize import elements
 from karui.kernels.quantize.grid import DTYPES, inverse
 
 _CHUNK = 1 << 18  # values per chunk: the search makes some 50 passes over each, so it should stay in the cache
@@ -76,16 +77,20 @@ def _error(
 
 
 def round_columns(
-    work: torch.Tensor, rest: torch.Tensor, step: torch.Tensor, zero: torch.Tensor | None, low: int, high: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    work: torch.Tensor, rest: torch.Tensor, step: torch.Tensor, zero: torch.Tensor | None, low: int, high: int,
+    element: str = "int",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `karui.kernels.rounding.round_columns`."""
     work = work.clone()
     codes, err = torch.empty_like(work), torch.empty_like(work)
     for j in range(len(work)):
-        q = torch.round(work[j] / step[j])
-        if zero is not None:
-            q.add_(zero[j])
-        codes[j] = q.clamp_(low, high)
+        q = work[j] / step[j]
+        if element != "int":
+            q = elements.decode(elements.encode(q, elements.ELEMENTS[element]), elements.ELEMENTS[element])
+        else:
+            q = torch.round(q) if zero is None else torch.round(q).add_(zero[j])
+            q.clamp_(low, high)
+        codes[j] = q
         value = q if zero is None else q - zero[j]
         torch.addcmul(work[j], value, step[j], value=-1.0, out=err[j])
         if j + 1 < len(work):
