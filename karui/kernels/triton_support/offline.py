@@ -31,6 +31,7 @@ MODULES: tuple[str, ...] = (
     "karui.kernels.rms_norm.triton",
     "karui.kernels.rope.triton",
     "karui.kernels.swiglu.triton",
+    "karui.kernels.train_quantize.triton",
 )
 
 
