@@ -1,0 +1,151 @@
+"""FP8 GEMMs on tensor descriptors with a persistent schedule: as many programs as multiprocessors, each walking output tiles in
+an order that keeps a band of A in the L2 cache.
+
+`_whole` keeps one accumulator over K and scales in the epilogue; `_tiled` promotes every 128 along K.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from karui.kernels.quantize.scaled_float8 import ScaledFloat8
+from karui.kernels.triton_support import capability, num_processors
+from karui.kernels.triton_support.offline import Case
+from karui.kernels.triton_support.tuning import Config, config, launch
+
+_BAND = 8
+
+
+@triton.jit
+def tile_of(number, num_m, num_n, BAND: tl.constexpr):
+    """(row, column) of the output tile `number`: bands of BAND rows, column by column."""
+    band = number // (BAND * num_n)
+    first = band * BAND
+    height = tl.minimum(num_m - first, BAND)
+    inside = number % (BAND * num_n)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _whole(a_desc, b_desc, y_desc, a_scale_ptr, b_scale_ptr, M, N, K, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr,
+           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for number in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=True):
+        i, j = tile_of(number, num_m, num_n, BAND)
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k in range(tl.cdiv(K, BK)):
+            a = a_desc.load([i * BM, k * BK])
+            b = b_desc.load([j * BN, k * BK])
+            acc = tl.dot(a, b.T, acc)
+        m, n = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
+        if A_ROWS:
+            acc *= tl.load(a_scale_ptr + m, m < M, 0.0)[:, None]
+        else:
+            acc *= tl.load(a_scale_ptr)
+        if B_ROWS:
+            acc *= tl.load(b_scale_ptr + n, n < N, 0.0)[None, :]
+        else:
+            acc *= tl.load(b_scale_ptr)
+        y_desc.store([i * BM, j * BN], acc.to(y_desc.dtype))
+
+
+@triton.jit
+def _tiled(a_desc, b_desc, y_desc, a_scale_ptr, b_scale_ptr, M, N, K, B_SQUARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+           BAND: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+    """a_scale [M, ceil(K/128)]; b_scale [ceil(N/128), ceil(K/128)] (B_SQUARE, BN divides 128) or [N, ceil(K/128)]."""
+    num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, 128)
+    for number in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=True):
+        i, j = tile_of(number, num_m, num_n, BAND)
+        m, n = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k in range(num_k):
+            a = a_desc.load([i * BM, k * 128])
+            b = b_desc.load([j * BN, k * 128])
+            a_scale = tl.load(a_scale_ptr + m * num_k + k, m < M, 0.0)
+            product = tl.dot(a, b.T)
+            if B_SQUARE:
+                acc += product * (a_scale * tl.load(b_scale_ptr + (j * BN // 128) * num_k + k))[:, None]
+            else:
+                acc += product * a_scale[:, None] * tl.load(b_scale_ptr + n * num_k + k, n < N, 0.0)[None, :]
+        y_desc.store([i * BM, j * BN], acc.to(y_desc.dtype))
+
+
+# The first is what runs untimed. Blackwell's accumulators lie in tensor memory, so wide tiles cost no registers there.
+WHOLE = [config(8, 3, BM=128, BN=256, BK=128), config(8, 4, BM=128, BN=128, BK=128), config(4, 4, BM=64, BN=128, BK=128)]
+TILED = [config(8, 4, BM=128, BN=128), config(4, 4, BM=64, BN=128), config(4, 5, BM=128, BN=64)]
+# sm_89 and sm_120 have 99 KB of shared memory.
+WHOLE_99K = [config(8, 3, BM=128, BN=128, BK=128), config(4, 3, BM=64, BN=64, BK=128)]
+TILED_99K = [config(8, 2, BM=128, BN=128), config(4, 3, BM=64, BN=64)]
+
+
+def gemm_fp8(a: ScaledFloat8, b: ScaledFloat8, out_dtype: torch.dtype, b_kind: str) -> torch.Tensor:
+    """As `karui.kernels.gemm_fp8.gemm_fp8`."""
+    (m, k), n = a.codes.shape, b.codes.shape[0]
+    left, right = (aligned(q.codes) for q in (a, b))
+    step = 16 // out_dtype.itemsize
+    y = torch.empty(m, -(-n // step) * step, dtype=out_dtype, device=left.device)[:, :n]
+    tiled = b_kind != "whole"
+    roomy = left.device.type == "cuda" and capability(left.device) in (90, 100, 103)
+    candidates = (TILED if roomy else TILED_99K) if tiled else (WHOLE if roomy else WHOLE_99K)
+    if left.device.type != "cuda" or min(m, n) <= 64:
+        candidates = candidates[-1:]
+    scales = a.scale.contiguous(), b.scale.contiguous()
+
+    def run(c: Config) -> None:
+        programs = min(num_processors(left.device), triton.cdiv(m, c["BM"]) * triton.cdiv(n, c["BN"]))
+        deep = 128 if tiled else c["BK"]
+        args: tuple[Any, ...] = (
+            TensorDescriptor.from_tensor(left, [c["BM"], deep]), TensorDescriptor.from_tensor(right, [c["BN"], deep]),
+            TensorDescriptor(y, [m, n], [y.stride(0), 1], [c["BM"], c["BN"]]), *scales, m, n, k,
+        )  # fmt: skip
+        if tiled:
+            _tiled[(programs,)](*args, B_SQUARE=b_kind == "128x128", BAND=_BAND, PROGRAMS=programs, **c())
+        else:
+            _whole[(programs,)](*args, A_ROWS=a.scale.numel() > 1, B_ROWS=b.scale.numel() > 1, BAND=_BAND, PROGRAMS=programs,
+                                **c())
+
+    launch(("gemm_fp8", b_kind, m, n, k, out_dtype), candidates, run, left.device)
+    return y
+
+
+def aligned(codes: torch.Tensor) -> torch.Tensor:
+    """Rows that a tensor descriptor can address: dense, on 16 bytes, a multiple of 16 bytes apart (padded with zeros)."""
+    size = codes.element_size()
+    if codes.stride(1) == 1 and codes.stride(0) * size % 16 == 0 and codes.data_ptr() % 16 == 0:
+        return codes
+    step = 16 // size
+    wide = torch.zeros(codes.shape[0], -(-codes.shape[1] // step) * step, dtype=codes.dtype, device=codes.device)
+    wide.view(torch.uint8 if size == 1 else codes.dtype)[:,
+                                                         : codes.shape[1]] = codes.view(torch.uint8 if size == 1 else codes.dtype)
+    return wide
+
+
+def offline_cases() -> list[Case]:
+    dot = {89: r"mma\.sync[.a-z0-9]*e4m3", 90: r"wgmma\.mma_async[.a-z0-9]*e4m3", 100: r"tcgen05\.mma",
+           120: r"mma\.sync[.a-z0-9]*e4m3"}
+    cases = []
+    for big, bm, bn, warps, stages, expects in [
+        (True, 128, 256, 8, 3, {90: dot[90], 100: dot[100]}),
+        (False, 128, 128, 8, 3, {89: dot[89], 120: dot[120]}),
+    ]:
+        types = {"a_desc": f"tensordesc<fp8e4nv[{bm},128]>", "b_desc": f"tensordesc<fp8e4nv[{bn},128]>",
+                 "y_desc": f"tensordesc<bf16[{bm},{bn}]>", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "M": "i32", "N": "i32",
+                 "K": "i32"}  # fmt: skip
+        constants = {"A_ROWS": True, "B_ROWS": True, "BM": bm, "BN": bn, "BK": 128, "BAND": 8, "PROGRAMS": 132}
+        cases.append(Case(f"gemm_fp8 rows {bm}x{bn}", _whole, types, constants, expects, warps, stages,
+                          quick=(90, 100) if big else (120,)))  # fmt: skip
+    for square in (True, False):
+        for big in (True, False):
+            expects = {cc: dot[cc] for cc in ((90, 100) if big else (89, 120))}
+            types = {"a_desc": "tensordesc<fp8e4nv[128,128]>", "b_desc": "tensordesc<fp8e4nv[128,128]>",
+                     "y_desc": "tensordesc<bf16[128,128]>", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "M": "i32",
+                     "N": "i32", "K": "i32"}  # fmt: skip
+            constants = {"B_SQUARE": square, "BM": 128, "BN": 128, "BAND": 8, "PROGRAMS": 132}
+            cases.append(Case(f"gemm_fp8 {'128x128' if square else '1x128'} {'' if big else 'small'}".strip(), _tiled, types,
+                              constants, expects, 8, 4 if big else 2, quick=(90,) if big and square else ()))  # fmt: skip
+    return cases
