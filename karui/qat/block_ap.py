@@ -3,89 +3,121 @@
     q = clamp(round(W / s + z)),  value = (q - z) s;   W and s train (rounding straight through, so s gets LSQ's gradient)
     minimise || block(x; value) - block_fp(x_fp) ||^2 over the calibration rows, x from the already quantized prefix
 
-AdamW without decay, lr of scales 1e-4, of weights 1e-5 (2 bit: 2e-5), cosine to 1/20, gradient norm clipped to 0.3. Departures:
-the start is GPTQ's result; zero points stay as they are; scales train relative to their start, so their lr does not depend on
-the weights' size. The better of start and end, on the same rows, is committed. The second phase, E2E-QP, is not in this file.
+AdamW without decay, cosine to 1/20, gradient norm unclipped. Departures: the start is GPTQ's result; zero points stay as they
+are. The paper's learning rates (weights 1e-5, 2 bit 2e-5) belong to its 4096 steps a block; with a hundredth of them they move
+no code. So rates are in units of the grid: `lr_weight` in steps s (per tensor, its mean s), `lr_scale` as a share of s. Products
+run in bfloat16 where the processor has instructions for it; master values and the closing judgement stay in float32. The better
+of start and end, on the same rows, is committed.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from pydantic import Field
-from torch.nn.utils import clip_grad_norm_
 
+from karui.configs.errors import UnsupportedError
 from karui.kernels.qtensor import QTensor
-from karui.kernels.quantize.grid import DTYPES
+from karui.kernels.quantize.grid import grouped
 from karui.qat import gptq
-from karui.qat.autoround import LearnedRounding, _loss, _Round, gradients, targets_of
+from karui.qat.autoround import _loss as block_loss
+from karui.qat.autoround import gradients, targets_of
 from karui.qat.calibration import Block
+from karui.qat.lsq import LearnedStep, Stored, codes_on
+from karui.qat.rtn import RTNConfig, rounded
 from karui.qat.search import weight_error
 from karui.qat.types import LayerReport, MethodConfig
 
+Precision = Literal["auto", "float32", "bfloat16"]
+
 
 class BlockAPConfig(MethodConfig):
-    """epochs over the rows, batch rows per step; lr_scale, lr_weight (None: 1e-5, at 2 bit 2e-5);
-    clip: largest gradient norm."""
+    """epochs over the rows, batch rows per step; lr_weight in grid steps, lr_scale as a share of the scale; start: codes and
+    scales at the beginning; precision of the products in training: auto is bfloat16 where the processor computes with it."""
 
     epochs: int = Field(2, ge=1)
     batch: int = Field(2, ge=1)
-    lr_scale: float = Field(1e-4, gt=0)
-    lr_weight: float | None = Field(None, gt=0)
-    clip: float = Field(0.3, gt=0)
+    lr_weight: float = Field(0.02, gt=0)
+    lr_scale: float = Field(3e-3, gt=0)
+    start: Literal["gptq", "rtn"] = "gptq"
+    precision: Precision = "auto"
 
 
 CONFIG = BlockAPConfig
 
 
-class LearnedGrid(LearnedRounding):
-    """`LearnedRounding` whose v is the weight itself (without bounds) and whose codes follow W / s for a moving s."""
+def in_bfloat16(precision: Precision, device: torch.device) -> bool:
+    """Whether products run in bfloat16: asked for, or `auto` on hardware with instructions for it."""
+    if precision == "auto":
+        if device.type == "cuda":
+            return bool(torch.cuda.is_bf16_supported())
+        return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
+    return precision == "bfloat16"
+
+
+class LearnedGrid:
+    """W and the relative scale a of one weight; `value()` is differentiable in both, `codes()` is final and bit-equal to it.
+
+    Where the start did not round W to nearest (GPTQ), W is moved just inside the start's cell.
+    """
 
     def __init__(self, w: torch.Tensor, start: QTensor) -> None:
-        super().__init__(w, start)
-        base = self.base if self.zero is None else self.base - self.zero
-        self.v = (base * self.scale.unsqueeze(-1)).detach().requires_grad_(True)
+        spec = start.spec
+        if spec.format != "int":
+            raise UnsupportedError(f"Block-AP serves int grids, not {spec}; use rtn for it.")
+        self.spec, self.shape, self.zero = spec, tuple(w.shape), start.zero
+        self.scale = start.scale.float()
+        step = self.scale.masked_fill(self.scale == 0, 1.0).unsqueeze(-1)
+        shift = 0 if start.zero is None else start.zero.float().unsqueeze(-1)
+        low, high = spec.code_range
+        codes, ratio = grouped(start.codes.float(), spec), grouped(w, spec) / step + shift
+        keeps = (ratio.round() == codes) | (codes == low) | (codes == high)
+        near = codes + 0.49 * (ratio - codes).clamp(-1, 1)
+        ratio = torch.where(keeps, ratio.clamp(low - 0.49, high + 0.49), near)
+        edge = ((codes == low) & (ratio.round() > low)) | ((codes == high) & (ratio.round() < high))
+        self.w = ((torch.where(edge, near, ratio) - shift) * step).requires_grad_(True)
+        self.a = torch.ones_like(self.scale, requires_grad=True)
 
-    def _codes(self, scale: torch.Tensor) -> torch.Tensor:
-        low, high = self.spec.code_range
-        moved = self.v / torch.where(scale == 0, torch.ones_like(scale), scale).unsqueeze(-1)
-        return _Round.apply((moved if self.zero is None else moved + self.zero).clamp(low, high))
+    def _step(self) -> torch.Tensor:
+        step: torch.Tensor = Stored.apply(self.scale * self.a, self.spec)
+        return step
 
-    def _scale(self) -> torch.Tensor:
-        scale = self.scale * self.a.clamp_min(1e-2)
-        return scale + (scale.to(DTYPES[self.spec.scale_dtype]).float() - scale).detach()
+    def value(self) -> torch.Tensor:
+        zero = None if self.zero is None else self.zero.float().unsqueeze(-1)
+        value: torch.Tensor = LearnedStep.apply(self.w, self._step(), zero, *self.spec.code_range, 1.0)
+        return value.view(self.shape)
+
+    @torch.no_grad()
+    def codes(self) -> QTensor:
+        return codes_on(self.w.detach().reshape(self.shape), self.spec, self._step(), self.zero)
 
 
 def quantize_block(block: Block, config: BlockAPConfig) -> None:
     """Train the block's grids together and commit them."""
     block.next_targets = targets_of(block)
     original = {n: m.weight.detach().float().clone() for n, m in block.linears.items()}
-    gptq.quantize_block(block, gptq.GPTQConfig())
-    starts = {n: v for n, v in block.weights.items() if isinstance(v, QTensor)}
-    fallen = {r.name: r.fallback for r in block.report}
-    block.weights.clear()
-    block.report.clear()
-    block.forget()
+    starts, fallen = _starts(block, original, config)
     learned = {n: LearnedGrid(w, starts[n].to(block.device)) for n, w in original.items()}
     local = {n: n.removeprefix(f"{block.name}.") for n in learned}
     starting = {n: g.codes() for n, g in learned.items()}
-    groups = [
-        {"params": [g.v], "lr": config.lr_weight or (2e-5 if g.spec.bits == 2 else 1e-5)} for g in learned.values()
-    ] + [{"params": [g.a for g in learned.values()], "lr": config.lr_scale}]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    groups = [{"params": [g.w], "lr": config.lr_weight * float(g.scale.abs().mean())} for g in learned.values()]
+    groups.append({"params": [g.a for g in learned.values()], "lr": config.lr_scale})
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     samples, generator = len(block.inputs), block.generator()
     steps = config.epochs * math.ceil(samples / config.batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(i / steps, 1.0)))
     )  # fmt: skip
-    every = [p for g in learned.values() for p in (g.v, g.a)]
+    half = in_bfloat16(config.precision, block.device)
     with gradients(block.module):
         for _ in range(config.epochs):
             order = torch.randperm(samples, generator=generator)
             for i in range(0, samples, config.batch):
-                _loss(block, {local[n]: g.value() for n, g in learned.items()}, order[i : i + config.batch]).backward()
-                clip_grad_norm_(every, config.clip)
+                with torch.autocast(block.device.type, torch.bfloat16, enabled=half):
+                    loss = block_loss(block, {local[n]: g.value() for n, g in learned.items()}, order[i : i + config.batch])
+                loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
@@ -93,7 +125,7 @@ def quantize_block(block: Block, config: BlockAPConfig) -> None:
     judged = torch.arange(min(samples, 16))
     with torch.no_grad():
         before, after = (
-            float(_loss(block, {local[n]: q.dequantize() for n, q in codes.items()}, judged)) for codes in (starting, chosen)
+            float(block_loss(block, {local[n]: q.dequantize() for n, q in codes.items()}, judged)) for codes in (starting, chosen)
         )  # fmt: skip
     for name, q in (chosen if after <= before else starting).items():
         note = f"block loss {before:.4g} -> {min(before, after):.4g}"
@@ -102,3 +134,18 @@ def quantize_block(block: Block, config: BlockAPConfig) -> None:
             name=name, spec=spec, method="block_ap", error=error, tokens=block.tokens, fallback=fallen[name], note=note
         )  # fmt: skip
         block.commit(name, q, entry)
+
+
+def _starts(
+    block: Block, original: dict[str, torch.Tensor], config: BlockAPConfig
+) -> tuple[dict[str, QTensor], dict[str, str | None]]:
+    """Codes and scales to start from, and which linears fell back to rounding."""
+    if config.start == "rtn":
+        return {n: rounded(w, block.specs[n], RTNConfig(), n) for n, w in original.items()}, dict.fromkeys(original)
+    gptq.quantize_block(block, gptq.GPTQConfig())
+    starts = {n: v for n, v in block.weights.items() if isinstance(v, QTensor)}
+    fallen = {r.name: r.fallback for r in block.report}
+    block.weights.clear()
+    block.report.clear()
+    block.forget()
+    return starts, fallen

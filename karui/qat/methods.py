@@ -12,13 +12,14 @@ from karui.configs.errors import KaruiError, nearest
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """module has `CONFIG` and `quantize_block(block, config)`; calibrates: needs rows; follows: needs the unquantized stream
-    too."""
+    too; finishes: has `finish_model`, called after the last block with the unquantized model's last hidden states."""
 
     name: str
     paper: str
     cost: str
     calibrates: bool = True
     follows: bool = False
+    finishes: bool = False
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"karui.qat.{self.name}")
@@ -38,6 +39,10 @@ METHODS = {
         Method(
             name="block_ap", paper="EfficientQAT phase 1, arXiv 2407.11062", cost="2 epochs of training per block", follows=True
         ),
+        Method(
+            name="efficient_qat", paper="EfficientQAT, arXiv 2407.11062", cost="block_ap, then one epoch of training",
+            follows=True, finishes=True,
+        ),  # fmt: skip
     )
 }
 

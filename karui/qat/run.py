@@ -88,12 +88,17 @@ def quantize_loaded(
         store = Store(Path(work), fingerprint(mark, rows))
     done: dict[str, QTensor | torch.Tensor] = {}
     report: list[LayerReport] = []
-    for block in _blocks(model, layers, prefix, specs, chosen, rows, batch, device, seed, store):
+    streams: dict[str, HiddenStates] = {}
+    for block in _blocks(model, layers, prefix, specs, chosen, rows, batch, device, seed, store, streams):
         if block.linears and not block.report:
             module.quantize_block(block, method_config)
         _finish(block, done, report)
         if options.progress is not None:
             options.progress(block.index + 1, len(layers), time.perf_counter() - started)
+    if chosen.finishes:
+        assert rows is not None
+        facts |= module.finish_model(model, done, report, rows, streams["target"].data, method_config, seed)
+        streams["target"].drop()
     weights: dict[str, QTensor | torch.Tensor] = {}
     tied = _tied_head(model)
     for name, tensor in model.state_dict().items():
@@ -122,11 +127,13 @@ def _finish(block: Block, done: dict[str, Any], report: list[LayerReport]) -> No
 
 def _blocks(
     model: nn.Module, layers: nn.ModuleList, prefix: str, specs: dict[str, QuantSpec], chosen: Method, rows: torch.Tensor | None,
-    batch: int, device: torch.device, seed: int, store: Store | None,
+    batch: int, device: torch.device, seed: int, store: Store | None, streams: dict[str, HiddenStates],
 ) -> Any:  # fmt: skip
-    """Yield each block with its inputs; after the caller has quantized it, carry the hidden states over it and store it."""
+    """Yield each block with its inputs; after the caller has quantized it, carry the hidden states over it and store it.
+
+    `streams` holds the hidden states at the current boundary; for a method that finishes, `target` stays there at the end.
+    """
     kwargs: list[dict[str, Any]] = [{} for _ in layers]
-    streams: dict[str, HiddenStates] = {}
     finished = 0
     if store is not None:
         while finished < len(layers) and store.block(finished).is_file():
@@ -138,14 +145,16 @@ def _blocks(
         shape = (rows.shape[0], rows.shape[1], embed(rows[:1]).shape[-1])
         for kind in kinds:
             file = None if store is None else store.hidden(finished, kind)
-            if file is not None and finished and not file.is_file():
-                raise KaruiError(
-                    f"{file} is missing, so the calibration cannot go on; delete the folder {file.parent} to start anew."
-                )
+            if file is not None and finished:
+                _existing(file)
             streams[kind] = HiddenStates(shape, file)
             if finished == 0:
                 for i in range(0, len(rows), batch):
                     streams[kind].data[i : i + batch] = embed(rows[i : i + batch])
+    if rows is not None and finished == len(layers) and chosen.finishes:
+        assert store is not None
+        width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+        streams["target"] = HiddenStates((*rows.shape, width), _existing(store.hidden(finished, "target")))  # type: ignore[arg-type]
     if finished:
         log.info("continuing after %d finished blocks", finished)
     for index, layer in enumerate(layers):
@@ -156,7 +165,7 @@ def _blocks(
             if isinstance(m, nn.Linear) and f"{name}.{n}.weight" in specs
         }
         empty = torch.empty(0, 0, 0)
-        inputs = streams["hidden"].data if streams else empty
+        inputs = streams["hidden"].data if "hidden" in streams else empty
         block = Block(
             index=index, name=name, module=layer, linears=linears, specs=specs, kwargs=kwargs[index], inputs=inputs,
             targets=streams["target"].data if "target" in streams else None, batch=batch, device=device, seed=seed,
@@ -176,7 +185,7 @@ def _blocks(
         layer.to(device)
         yield block
         if streams:
-            _advance(block, streams, index + 1, len(layers), store)
+            _advance(block, streams, index + 1, len(layers), store, chosen.finishes)
         layer.to(home)
         if store is not None:
             store.save(index, block.weights, block.report)
@@ -184,11 +193,21 @@ def _blocks(
                 store.hidden(index, kind).unlink(missing_ok=True)
 
 
-def _advance(block: Block, streams: dict[str, HiddenStates], boundary: int, blocks: int, store: Store | None) -> None:
+def _existing(file: Path) -> Path:
+    if not file.is_file():
+        raise KaruiError(f"{file} is missing, so the calibration cannot go on; delete the folder {file.parent} to start anew.")
+    return file
+
+
+def _advance(
+    block: Block, streams: dict[str, HiddenStates], boundary: int, blocks: int, store: Store | None, finishes: bool
+) -> None:
     """Write the block's outputs as the next block's inputs; in a work folder into a new file, so that a kill spoils nothing."""
     if boundary == blocks:
         for _ in block.propagate():  # only to name a layer that gives NaN
             break
+        if finishes:
+            _carry_target(block, streams, boundary, store)
         return
     stream = streams["hidden"]
     after = stream if store is None else HiddenStates(tuple(stream.data.shape), store.hidden(boundary))  # type: ignore[arg-type]
@@ -196,13 +215,17 @@ def _advance(block: Block, streams: dict[str, HiddenStates], boundary: int, bloc
         after.data[part] = out.to("cpu", torch.float32)
     streams["hidden"] = after
     if "target" in streams:
-        assert block.next_targets is not None, "a method that follows the unquantized model sets next_targets"
-        if store is None:
-            streams["target"].data = block.next_targets
-        else:
-            kept = HiddenStates(tuple(stream.data.shape), store.hidden(boundary, "target"))  # type: ignore[arg-type]
-            kept.data.copy_(block.next_targets)
-            streams["target"] = kept
+        _carry_target(block, streams, boundary, store)
+
+
+def _carry_target(block: Block, streams: dict[str, HiddenStates], boundary: int, store: Store | None) -> None:
+    assert block.next_targets is not None, "a method that follows the unquantized model sets next_targets"
+    if store is None:
+        streams["target"].data = block.next_targets
+    else:
+        kept = HiddenStates(tuple(block.next_targets.shape), store.hidden(boundary, "target"))  # type: ignore[arg-type]
+        kept.data.copy_(block.next_targets)
+        streams["target"] = kept
 
 
 def _to(value: Any, device: torch.device) -> Any:
