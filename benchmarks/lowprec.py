@@ -51,7 +51,7 @@ class Job:
     lr: float
 
 
-FULL = Job(steps=1000, width=256, blocks=7, batch=4, length=128, windows=256, lr=2e-3)
+FULL = Job(steps=400, width=256, blocks=7, batch=4, length=128, windows=192, lr=2e-3)
 QUICK = Job(steps=150, width=96, blocks=4, batch=4, length=128, windows=128, lr=3e-3)
 
 
@@ -159,7 +159,7 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
     cast = torch.autocast("cpu", dtype=torch.bfloat16) if what == "bf16" else nullcontext()
     generator = torch.Generator().manual_seed(0)
     held = rows(text["held"], torch.linspace(0, len(text["held"]) - job.length - 2, job.windows).long(), job.length)
-    early = {job.steps * i // 16 for i in range(1, 13)}
+    early = {job.steps * i // 5 for i in range(1, 4)}
     late = {job.steps - job.steps * i // (5 * (LAST - 1)) for i in range(LAST)}
     curve, windows = [], torch.zeros(job.windows, dtype=torch.float64)
     began = time.perf_counter()
