@@ -82,6 +82,37 @@ def train(
 
 
 @app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
+    over: Annotated[
+        list[str], typer.Option("--over", metavar="KEY=A,B", help="Values of a key, e.g. --over optim.lr=1e-4,3e-4; repeatable.")
+    ],
+    overrides: Set = None,
+    as_json: Json = None,
+) -> None:
+    """Train every combination, rank them by held-out loss, and plot. A sweep that was stopped goes on from where it was."""
+    from dataclasses import asdict
+
+    from karui.trainers.sweep import parse_over
+    from karui.trainers.sweep import sweep as run_sweep
+
+    trials = run_sweep(recipe, parse_over(over), overrides or (), notify=typer.echo)
+    keys = list(trials[0].values)
+    _table(["rank", "loss", *keys, "folder"],
+           [[str(i), "failed" if t.loss is None else f"{t.loss:.4f}", *(str(t.values[k]) for k in keys), t.folder]
+            for i, t in enumerate(trials, 1)])  # fmt: skip
+    _write_json(as_json, [asdict(t) for t in trials])
+
+
+@app.command()
+def doctor() -> None:
+    """Check this installation: packages, device, compiler, memory, cache, tracking, and one real training step."""
+    from karui.trainers.doctor import report
+
+    raise typer.Exit(report(typer.echo))
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the bundle goes; must not exist.")],
@@ -90,13 +121,14 @@ def export(
     method: Annotated[str, typer.Option(help="How the codes are found: `karui quantize --list`.")] = "rtn",
     samples: Annotated[int, typer.Option(help="Calibration rows, cut from the run's training samples.")] = 32,
     length: Annotated[int, typer.Option(help="Tokens per calibration row.")] = 256,
+    merge: Annotated[str, typer.Option(help="Base an adapter is merged into: auto (measured), trained, original.")] = "auto",
 ) -> None:
     """Merge a run's adapter, quantize, write a bundle, and put it in place only after the parity gate."""
     from karui.trainers.calibrated import Calibration
     from karui.trainers.pipeline import export_run
 
     how = Calibration(method=method, samples=samples, length=length)
-    export_run(run, spec=spec, embedding=embedding, output=output, how=how)
+    export_run(run, spec=spec, embedding=embedding, output=output, how=how, merge=merge)  # type: ignore[arg-type]
 
 
 @app.command()
@@ -183,6 +215,10 @@ def quantize(
     samples: Annotated[int, typer.Option(help="Calibration samples.")] = 64,
     length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = 512,
     work: Annotated[Path | None, typer.Option(help="Folder for finished blocks: a killed run goes on from it.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method, e.g. --set damp=0.05.")
+    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Linears that stay in high precision, e.g. '*.0.mlp.*'.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="List the methods with paper and cost.")] = False,
 ) -> None:
     """Quantize a model without training it, and write a bundle that passed the parity gate."""
@@ -208,6 +244,8 @@ def quantize(
         samples=samples,
         length=length,
         work=work,
+        settings=_settings(settings or []),
+        skip=skip or (),
     )
 
 
@@ -275,6 +313,19 @@ def demo(
     from karui.trainers.demo import run_demo
 
     run_demo(output)
+
+
+def _settings(items: list[str]) -> dict[str, Any]:
+    """KEY=VALUE pairs, values read as YAML (numbers, true, words)."""
+    import yaml
+
+    found = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{item!r}: expected key=value, e.g. damp=0.05", param_hint="--set")
+        found[key.strip()] = yaml.safe_load(value)
+    return found
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> None:

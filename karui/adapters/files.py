@@ -173,7 +173,7 @@ def read_residuals(folder: Path) -> dict[str, Pair]:
 
 
 def taken_out(folder: Path) -> WeightChange:
-    """(layer name, its original weight) -> the weight whose grid the adapter's base is; the same weight where nothing was changed."""
+    """(layer name, original weight) -> the weight that the adapter's base is made of; the same one where nothing was changed."""
     pairs = read_residuals(folder)
     config = read_json(folder / _CONFIG)
 

@@ -112,6 +112,8 @@ class ExportSection(Section):
     method: str = Field("rtn", description="how the codes are found, see `karui quantize --list`; rtn needs no data")
     samples: int = Field(32, ge=1, description="calibration rows, cut from the training samples")
     length: int = Field(256, ge=8, description="tokens per calibration row")
+    merge: Literal["auto", "trained", "original"] = Field(
+        "auto", description="base that an adapter over a quantized one is merged into; auto: the one nearer to what was trained")
     format: Literal["karui"] = "karui"
     output: str = Field("{run}/bundle-{spec}", description="{run}: the run's folder, {spec}: the grid's spelling")
 

@@ -96,10 +96,10 @@ def calibrate(
                 f"parity: the merged model's logprobs differ from base and adapter run apart by up to {difference:.3g}, bound "
                 f"{BOUND:g}; the bundle was not written. This is a bug in karui: please report it."
             )
-    judged = _judged(load_samples(recipe.data, tokenizer, "eval"), probe)
-    before = _logprobs(model, judged)
+    judged = held_out_sequences(recipe, source)
+    before = logprobs_of(model, judged)
     found = quantize_loaded(model, read_config(source), how.method, spec, rows)
-    kl = _kl(before, _logprobs(model, judged))
+    kl = kl_per_token(before, logprobs_of(model, judged))
     return Calibrated(model=found, kl=kl, kl_tokens=sum(len(ids) for ids in judged), merge_difference=difference)
 
 
@@ -142,7 +142,7 @@ def unmerged_model(source: Path, adapter: Path, base: QuantSpec | None) -> Any:
 
 
 def put_on_grid(model: Any, base: QuantSpec | None, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Every linear of the blocks replaced by its value on the grid, in place, as QLoRA does it to its base; `change` comes first."""
+    """Every linear of the blocks replaced by its value on the grid, in place, as QLoRA does it to its base, after `change`."""
     import torch
 
     from karui.kernels.quantize import quantize
@@ -155,18 +155,22 @@ def put_on_grid(model: Any, base: QuantSpec | None, change: Callable[[str, torch
                 module.weight.copy_(quantize(change(name, module.weight), base, name=f"{name}.weight").dequantize())
 
 
-def _judged(samples: Any, probe: list[int]) -> list[list[int]]:
+def held_out_sequences(recipe: Recipe, source: Path) -> list[list[int]]:
     """Held-out sequences of `KL_TOKENS` tokens in all; the parity probe where the run has none."""
+    from karui.catalogue import load_tokenizer
+    from karui.trainers.data import load_samples
+
+    tokenizer = load_tokenizer(source)
     found: list[list[int]] = []
-    for sample in samples:
+    for sample in load_samples(recipe.data, tokenizer, "eval"):
         room = KL_TOKENS - sum(map(len, found))
         if room < 2:
             break
         found.append(sample.ids.tolist()[:room])
-    return found or [probe]
+    return found or [list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])]
 
 
-def _logprobs(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
+def logprobs_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
     """[tokens, vocabulary] fp32 of every sequence."""
     import torch
 
@@ -174,6 +178,6 @@ def _logprobs(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
         return [model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1) for ids in sequences]
 
 
-def _kl(wanted: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+def kl_per_token(wanted: list[torch.Tensor], found: list[torch.Tensor]) -> float:
     total = sum(float((p.exp() * (p - q)).sum()) for p, q in zip(wanted, found))
     return total / sum(len(p) for p in wanted)

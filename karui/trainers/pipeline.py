@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from karui.inference.bundle.export import ExportReport
     from karui.inference.evaluate.report import Report
     from karui.trainers.calibrated import Calibration
+    from karui.trainers.merging import Merge
     from karui.trainers.run import RunResult
 
 
@@ -51,7 +52,7 @@ def run_pipeline(
     for item in recipe.export:
         target = Path(item.output.format(run=result.folder, spec=str(item.spec).replace(":", "-")))
         how = Calibration(method=item.method, samples=item.samples, length=item.length)
-        done = export_run(result.folder, spec=item.spec, embedding=item.embedding, output=target, how=how)
+        done = export_run(result.folder, spec=item.spec, embedding=item.embedding, output=target, how=how, merge=item.merge)
         bundles.append(done.path)
     reports: list[Report] = []
     if bundles:
@@ -74,7 +75,7 @@ def run_pipeline(
 
 def export_run(
     run: str | Path, *, output: str | Path, spec: str | QuantSpec = "w4g32", embedding: str | QuantSpec = "w8",
-    how: Calibration | None = None,
+    how: Calibration | None = None, merge: Merge = "auto",
 ) -> ExportReport:  # fmt: skip
     """Merge a run's adapter into its base, quantize, and write a bundle that passed the parity gate.
 
@@ -82,6 +83,7 @@ def export_run(
         run: a run folder with recipe.json and final/.
         spec, embedding: grids of the block linears, and of embedding and output head.
         how: the method that finds the codes and what it is calibrated on; default: rounding to nearest with a scale search.
+        merge: which base an adapter over a quantized one is merged into: `auto` measures, `trained` and `original` ask for one.
 
     Raises:
         KaruiError: not a finished run, a grid that does not fit, a taken target, parity not met, a method for a run whose
@@ -94,9 +96,10 @@ def export_run(
     from karui.catalogue import resolve
     from karui.inference.bundle.export import export_model
     from karui.inference.bundle.staging import check_target
-    from karui.trainers.calibrated import Calibration, calibrate
+    from karui.trainers.calibrated import Calibration, calibrate, held_out_sequences
     from karui.trainers.converted import load_converted
-    from karui.trainers.parity import make_gate, merged_model
+    from karui.trainers.merging import choose_merge
+    from karui.trainers.parity import BOUND, INT8_BOUND, make_gate, merged_model
 
     folder = Path(run)
     if not (folder / "recipe.json").is_file():
@@ -119,8 +122,14 @@ def export_run(
     notes: dict[str, Any] = {"run": folder.name}
     if quantized and how is not None and how.method != "rtn":
         raise KaruiError(f"{folder} was trained on its grid, so method {how.method} has nothing to find; leave the method out.")
-    if not quantized and spec.format != "none":
+    if not quantized:
         check_target(Path(output), overwrite=False)  # before the work
+    if adapter is not None and base is not None:
+        choice = choose_merge(source, adapter, base, spec, held_out_sequences(recipe, source), merge)
+        base = choice.base
+        notes["merge"] = choice.facts()
+        console.print(f"  {choice.line()}")
+    if not quantized and spec.format != "none":
         how = how or Calibration()
         found = calibrate(recipe, source, spec, how, adapter=adapter, base=base)
         quantized = found.model.changed
@@ -138,7 +147,9 @@ def export_run(
         recipe=recipe.dump(),
         provenance={"notes": notes},
         parity=make_gate(
-            source, lambda manifest: merged_model(source, manifest, adapter=adapter, base_spec=base, quantized=quantized)
+            source,
+            lambda manifest: merged_model(source, manifest, adapter=adapter, base_spec=base, quantized=quantized),
+            INT8_BOUND if spec.activation_bits == 8 else BOUND,
         ),
     )
     for row in report.summary():

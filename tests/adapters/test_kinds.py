@@ -10,6 +10,7 @@ from karui.adapters.dora import DoraLinear
 from karui.adapters.files import fingerprint, load_adapter, resume_values, save_adapter
 from karui.adapters.lora import Look, attach
 from karui.adapters.lora_plus import plus_groups
+from karui.adapters.merge import merge_adapter
 from karui.adapters.quantized_linear import QuantizedLinear
 from karui.configs.errors import CorruptError, KaruiError
 from karui.configs.recipe import Recipe
@@ -313,3 +314,18 @@ def test_steps_that_make_no_sense_are_refused(values, message):
 
 def test_the_fingerprint_is_that_of_the_model_before_its_base_changed():
     assert attach(tiny(), step(init="pissa")).base == fingerprint(tiny())
+
+
+MERGED = [{"dora": True}, {"method": "qlora", "dora": True}, {"init": "pissa", "dora": True}, {"method": "qlora", "init": "loftq"},
+          {"train_also": ("embed_tokens", "norm")}, {"dora": True, "train_also": ("embed_tokens",)}]
+
+
+@pytest.mark.parametrize("kind", MERGED)
+def test_merging_every_kind_in_memory_gives_the_same_logits(kind):
+    model = changed(attach(tiny(), step(**kind)).model)
+    expected = model(input_ids=IDS).logits
+    merged, report = merge_adapter(model)
+    assert torch.allclose(merged(input_ids=IDS).logits, expected, atol=2e-5)
+    assert len(report.layers) == 14 and len(report.replaced) == (0 if "train_also" not in kind else 1 + ("norm" in kind["train_also"]) + 1)
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    assert {type(m) for m in merged.modules() if "Linear" in type(m).__name__} == {nn.Linear}

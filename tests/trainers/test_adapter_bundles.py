@@ -61,3 +61,21 @@ def test_a_run_of_every_kind_reaches_its_bundle(kind, make_recipe, tmp_path):
     assert torch.allclose(engine.score([ids])[0], wanted, atol=2e-4)
     on_grid = export_run(run.folder, output=tmp_path / "bundle4", spec="w4g32")
     assert on_grid.manifest.parity["max_abs_dlogprob"] < 2e-3
+
+
+@pytest.mark.parametrize("init", ["kaiming", "loftq"])
+def test_the_merge_is_chosen_by_kl_and_told(init, make_recipe, tmp_path, capsys):
+    """Without an export grid the trained base gives the trained model back, and the original weights do not."""
+    from karui.configs.errors import KaruiError
+
+    step = {"method": "qlora", "rank": 4, "alpha": 8, "base": "w3g32", "init": init}
+    run = run_recipe(make_recipe(prepare=[step], optim={"lr": 5e-3, "batch": 4, "steps": 4, "micro_tokens": 128}))
+    report = export_run(run.folder, output=tmp_path / "auto", spec="none", embedding="none")
+    merge = report.manifest.provenance.notes["merge"]
+    assert merge["base"] == "w3g32" and merge["kl"]["dequantized w3g32"] < 1e-6 < 1e-5 < merge["kl"]["original"]
+    assert "merged into the dequantized w3g32 base (the smaller KL)" in capsys.readouterr().out.replace("\n", "")
+    report = export_run(run.folder, output=tmp_path / "asked", spec="w4g32", merge="original")
+    merge = report.manifest.provenance.notes["merge"]
+    assert merge["base"] == "none" and min(merge["kl"].values()) > 1e-6
+    with pytest.raises(KaruiError, match="auto, trained, original"):
+        export_run(run.folder, output=tmp_path / "wrong", merge="both")

@@ -60,12 +60,10 @@ def test_the_gate_sees_a_wrong_merge(finished, monkeypatch):
     from karui.inference.bundle.merge import Adapter
 
     _, _, folder, _ = finished
-    honest, calls = Adapter.apply, []
+    honest = Adapter.apply
 
-    def off_by_a_sign(self, name, weight):  # wrong in the export only, which comes first
-        calls.append(name)
-        merged = honest(self, name, weight)
-        return 2 * weight - merged if calls.count(name) == 1 else merged
+    def off_by_a_sign(self, name, weight):  # base and adapter run apart go through peft, not through here
+        return 2 * weight - honest(self, name, weight)
 
     monkeypatch.setattr(Adapter, "apply", off_by_a_sign)
     target = folder / "wrong"
@@ -98,6 +96,14 @@ def test_an_export_is_calibrated_on_the_run_s_own_samples(finished, method):
     specs = {n: t.spec for n, t in report.manifest.tensors.items() if t.spec != "none"}
     assert set(specs.values()) == {"w3g32", "w8"} and len(specs) == 2 * 7 + 1
     assert answer(str(report.path), "what is 3 plus 9", {"max_tokens": 4})
+
+
+def test_int8_activations_pass_the_gate_on_a_bound_of_their_own(finished):
+    folder = finished[2]
+    report = export_run(folder, output=folder / "a8", spec="w8a8", how=Calibration(method="smoothquant", samples=8, length=64))
+    assert report.manifest.parity["max_abs_dlogprob"] < report.manifest.parity["bound"] == 0.1
+    norm = "model.layers.0.input_layernorm.weight"
+    assert report.manifest.tensors[norm].why == "changed by calibration"
 
 
 def test_calibration_rows_are_the_samples_the_trainer_saw(finished):

@@ -1,0 +1,88 @@
+"""Into which base an adapter is merged: the grid it was trained over, dequantized, or the original weights.
+
+An adapter learnt over a 4-bit base has learnt to make up for that base's rounding; put onto the original weights it corrects
+errors that are not there, and put onto the dequantized ones the sum is rounded a second time by the export (transformers 31293,
+peft 2321). Which of the two costs less depends on grid, adapter and method, so both are merged, rounded to the export's grid,
+and compared with what was trained, base and adapter run apart:
+
+    KL(trained || merged and rounded), nats per token over held-out tokens; the smaller one is taken, and both are told
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from karui.configs.errors import KaruiError
+from karui.configs.quantspec import QuantSpec
+from karui.trainers.calibrated import kl_per_token, logprobs_of, unmerged_model
+from karui.trainers.parity import merged_model
+
+Merge = Literal["auto", "trained", "original"]
+NONE = QuantSpec.parse("none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeChoice:
+    """The base that was chosen, as a grid (`none`: the original weights), and the KL of each candidate in nats per token."""
+
+    base: QuantSpec
+    why: str
+    kl: dict[str, float]
+    tokens: int
+
+    def line(self) -> str:
+        measured = ", ".join(f"{name} {value:.4f}" for name, value in self.kl.items())
+        onto = "the original weights" if self.base.format == "none" else f"the dequantized {self.base} base"
+        return (f"merged into {onto} ({self.why}): KL to base and adapter apart, nats per token over {self.tokens} tokens: "
+                f"{measured}")  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        return {"base": str(self.base), "why": self.why, "kl": self.kl, "tokens": self.tokens}
+
+
+def choose_merge(
+    source: Path, adapter: Path, base: QuantSpec, spec: QuantSpec, sequences: list[list[int]], asked: Merge = "auto"
+) -> MergeChoice:
+    """Measure both merges and choose.
+
+    Args:
+        source: folder of the original model.
+        base: the grid the adapter was trained over.
+        spec: the grid of the export; `none`: the merged weights stay as they are.
+        sequences: token ids to measure on, held out from training.
+        asked: `trained` or `original`: taken whatever the figures say, which are given all the same.
+
+    Raises:
+        KaruiError: `asked` is none of these.
+    """
+    if asked not in get_args(Merge):
+        raise KaruiError(f"merge {asked!r} is not known; use one of {', '.join(get_args(Merge))}.")
+    trained = logprobs_of(unmerged_model(source, adapter, base), sequences)
+    kl: dict[str, float] = {}
+    for candidate in (base, NONE):
+        model = merged_model(source, None, adapter=adapter, base_spec=candidate, attention="sdpa")
+        _round(model, spec)
+        kl["original" if candidate.format == "none" else f"dequantized {candidate}"] = kl_per_token(
+            trained, logprobs_of(model, sequences))
+    by_base = dict(zip((base, NONE), kl.values()))
+    if asked == "auto":
+        chosen, why = min(by_base, key=lambda b: by_base[b]), "the smaller KL"
+    else:
+        chosen, why = (base if asked == "trained" else NONE), f"as asked: {asked}"
+    return MergeChoice(base=chosen, why=why, kl=kl, tokens=sum(map(len, sequences)))
+
+
+def _round(model: Any, spec: QuantSpec) -> None:
+    import torch
+
+    from karui.kernels.quantize import quantize
+
+    if spec.format == "none":
+        return
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}":
+                module.weight.copy_(quantize(module.weight, spec, name=f"{name}.weight").dequantize())
+
