@@ -16,6 +16,7 @@ from karui.kernels.train_quantize import Coded
 from karui.kernels.triton_support import capability
 from karui.kernels.triton_support.codecs import decode_e2m1, decode_e4m3, e8m0_value
 from karui.kernels.triton_support.offline import Case
+from karui.kernels.triton_support.products import dot
 from karui.kernels.triton_support.tuning import Config, config, launch
 
 _BAND = 8
@@ -94,7 +95,7 @@ def _decoded(a_ptr, b_ptr, y_ptr, a_scale_ptr, b_scale_ptr, a_global_ptr, b_glob
         b_scale = _scales(b_scale_ptr, n, N, k * BLOCKS, num_blocks, BLOCKS)
         a = _decode(_codes(a_ptr, m, M, k * BK, K_STORED, PAIRS, BK), a_scale, FORMAT, BM, BK, BLOCK)
         b = _decode(_codes(b_ptr, n, N, k * BK, K_STORED, PAIRS, BK), b_scale, FORMAT, BN, BK, BLOCK)
-        acc = tl.dot(a, b.T, acc)
+        acc = dot(a, b.T, acc)
     if FORMAT == 2:
         acc *= tl.div_rn(1.0, tl.load(a_global_ptr) * tl.load(b_global_ptr))
     at = m.to(tl.int64)[:, None] * stride_y + n[None, :]
