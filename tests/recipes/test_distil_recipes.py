@@ -13,3 +13,11 @@ def test_distil_logits(run_shipped):
     rows = [r for r in read_log(recipe.output) if "loss" in r]
     assert rows[-1]["loss_logits"] < rows[0]["loss_logits"] and rows[0]["loss_label"] > 0
     assert len(Engine.load(bundle, max_context=64).generate(["what is 3 plus 9"])[0].token_ids) > 0
+
+
+def test_distil_on_policy(run_shipped):
+    recipe, result = run_shipped("distil-on-policy", "prepare.0.keep_layers=1", "objective.max_new_tokens=8",
+                                 "objective.off_policy_first=0.25")
+    rows = [r for r in read_log(recipe.output) if "loss" in r]
+    assert "rollout_tokens" not in rows[0] and rows[-1]["rollout_tokens"] > 0
+    assert len(result.bundles) == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from karui.configs.objectives import DistilObjective
+from karui.configs.objectives import DistilObjective, OnPolicyObjective
 
 if TYPE_CHECKING:
     from karui.trainers.model import LossSum
@@ -22,6 +22,10 @@ def make_objective(setup: Setup) -> LossSum:
         from karui.trainers.objectives.distil import make
 
         return make(setup)
+    if isinstance(section, OnPolicyObjective):
+        from karui.trainers.objectives.on_policy import make as make_on_policy
+
+        return make_on_policy(setup)
     from karui.trainers.model import LossSum
 
     return LossSum(setup.model, section.chunk_tokens)
