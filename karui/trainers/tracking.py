@@ -47,7 +47,7 @@ def start(accelerator: Accelerator, recipe: Recipe, folder: Path) -> str:
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_DIR", str(folder))
     reason = ""
-    if "WANDB_MODE" not in os.environ and not _logged_in():
+    if "WANDB_MODE" not in os.environ and not logged_in():
         os.environ["WANDB_MODE"], reason = "offline", " (no login)"
     if (error := _init_wandb(accelerator, recipe)) and os.environ.get("WANDB_MODE") != "offline":
         logger.warning("W&B cannot be reached (%s); recording offline, send it later with wandb sync", error)
@@ -76,7 +76,7 @@ def _init_wandb(accelerator: Accelerator, recipe: Recipe) -> Exception | None:
     return None
 
 
-def _logged_in() -> bool:
+def logged_in() -> bool:
     """Whether W&B has a key: in the environment or in the netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
