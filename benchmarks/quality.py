@@ -1,11 +1,18 @@
-"""Perplexity, time and memory of every post-training method on one model, one grid after another, same calibration rows for all.
+"""Perplexity, held-out loss, time and memory of every post-training method on one model, same calibration rows for all.
 
-    python benchmarks/quality.py [--quick] [--json OUT] [--plot OUT.png] [--methods rtn,gptq,...] [--specs w4g64,w3g64,w2g64]
+    KARUI_PEERS=... python benchmarks/quality.py [--quick] [--json OUT] [--plot OUT.png] [--methods gptq,...] [--specs w4g64,...]
 
-Protocol: each text as one string, no special tokens, non-overlapping windows of 1024 tokens, every token but a window's first is scored,
-mean over all, exp; fp32, through transformers, with the dequantized weights (activations fake-quantized where the spec says a8).
-Calibration: 64 x 512 tokens of wikitext2_valid.txt; scored on the first 40 windows of wikitext2_test.txt (quick: 16 rows, 10 windows).
-Each run is a process of its own, so that peak memory is that run's. The peer's figures were measured by the same protocol.
+Protocol: each text as one string, no special tokens, non-overlapping windows of 1024 tokens, every token but a window's first is
+scored, mean over all, exp; fp32, through transformers, with the dequantized weights. Calibration: 64 x 512 tokens of
+wikitext2_valid.txt; scored on the first 40 windows of wikitext2_test.txt. GSM8K: mean loss of the answers' tokens after
+"question\\n", first 64 rows of gsm8k_test.jsonl: text of another kind than what was calibrated on. --quick: GPTQ and RTN at w3g64,
+12 rows, 8 windows, 16 answers.
+
+W8A8 quantizes activations with one fixed scale per linear's input (per tensor, static: the setting SmoothQuant was made for), found
+on the calibration rows; `dynamic` has one scale per token instead, as the engine runs it.
+
+Each run is a process of its own, so that peak memory is that run's. Peer: KARUI_PEERS/llmcompressor; where it is not installed, its
+figures measured earlier on a 2-core machine under this protocol are the goal, in absolute numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import resource
 import subprocess
 import sys
@@ -21,15 +29,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from figures import DATA, Figure, arguments, report  # noqa: E402
+from figures import DATA, Figure, arguments, peer_python, report  # noqa: E402
 
-PEER = {"w4g64": 26.46, "w3g64": 63.96, "w2g64": 9670.0}  # llm-compressor 0.14, GPTQ, same protocol
-PEER_SECONDS, PEER_GB = 335.0, 1.8
+MEASURED = {"w4g64": 26.46, "w3g64": 63.96, "w2g64": 9670.0}  # llm-compressor 0.14, GPTQ
+MEASURED_SECONDS, MEASURED_GB = 335.0, 1.8
+ASKED = {("autoround", "w4g64"): 23.2, ("efficient_qat", "w4g64"): 22.5, ("efficient_qat", "w3g64"): 27.0, ("efficient_qat", "w2g64"): 60.0}
 LENGTH, WINDOW = 512, 1024
+# Slowest first within reason: AutoRound's 200 iterations would take an hour here.
+SETTINGS: dict[str, dict[str, Any]] = {"autoround": {"iterations": 40, "batch": 4}}
+ORDER = ("rtn", "hqq", "awq", "rotation", "gptq", "autoround", "efficient_qat")
 
 
-def measure(model_name: str, method: str, spec: str, samples: int, windows: int, settings: dict[str, Any]) -> dict[str, float]:
-    """Quantize and score in this process."""
+def measure(a: argparse.Namespace, method: str, spec: str) -> dict[str, float]:
+    """Quantize and score in this process. `method` may end in `-static`: activations by one fixed scale per linear."""
     import torch
 
     from karui.catalogue import load_tokenizer, resolve
@@ -37,50 +49,158 @@ def measure(model_name: str, method: str, spec: str, samples: int, windows: int,
     from karui.qat.run import load, quantize_loaded, read_config
     from karui.qat.types import Options
 
-    folder = Path(resolve(model_name))
+    folder = Path(resolve(a.model))
     tokenizer = load_tokenizer(folder)
 
-    def encode(name: str) -> torch.Tensor:
-        return torch.tensor(tokenizer((DATA / name).read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     model: Any = load(folder, torch.float32).eval()
-    seconds = 0.0
+    found: dict[str, float] = {"seconds": 0.0}
     if method != "none":
-        rows = encode("wikitext2_valid.txt")[: samples * LENGTH].view(samples, LENGTH)
+        name, static = method.removesuffix("-static"), method.endswith("-static")
+        ids = encode((DATA / "wikitext2_valid.txt").read_text(encoding="utf-8")[: a.samples * LENGTH * 8])
+        rows = torch.tensor(ids[: a.samples * LENGTH]).view(a.samples, LENGTH)
         start = time.perf_counter()
-        result = quantize_loaded(model, read_config(folder), method, spec, rows, Options(settings=settings))
-        seconds = time.perf_counter() - start
-        if result.facts["spec"].endswith("a8"):
-            attach(model, {r.name: None for r in result.report if r.spec.endswith("a8")})
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    ids, total = encode("wikitext2_test.txt"), 0.0
+        settings = json.loads(a.settings) or SETTINGS.get(name, {})
+        result = quantize_loaded(model, read_config(folder), name, spec, rows, Options(settings=settings))
+        found["seconds"] = time.perf_counter() - start
+        if spec.endswith("a8"):
+            eights = [r.name for r in result.report if r.spec != "none"]
+            outlier = result.facts["settings"].get("threshold", 0.0)  # LLM.int8() keeps outlier columns whole
+            attach(model, static_scales(model, eights, rows) if static else dict.fromkeys(eights), outlier=outlier)
+    found["gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    ids = encode((DATA / "wikitext2_test.txt").read_text(encoding="utf-8"))
+    total = sum(loss(model, ids[i * WINDOW : (i + 1) * WINDOW], 1)[0] for i in range(a.windows))
+    found["perplexity"] = math.exp(total / (a.windows * (WINDOW - 1)))
+    answers = []
+    for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[: a.answers]:
+        row = json.loads(line)
+        question = encode(row["question"] + "\n")
+        answers.append(loss(model, question + encode(row["answer"]), len(question)))
+    found["gsm8k"] = sum(s for s, _ in answers) / sum(n for _, n in answers)
+    return found
+
+
+def loss(model: Any, ids: list[int], first: int) -> tuple[float, int]:
+    """Sum of the losses of ids[first:], and their number."""
+    import torch
+
+    x = torch.tensor([ids])
     with torch.inference_mode():
-        for i in range(windows):
-            x = ids[i * WINDOW : (i + 1) * WINDOW][None]
-            hidden = model.get_decoder()(x, use_cache=False).last_hidden_state[0, :-1]
-            total += float(torch.nn.functional.cross_entropy(model.lm_head(hidden), x[0, 1:], reduction="sum").double())
-    return {"perplexity": math.exp(total / (windows * (WINDOW - 1))), "seconds": seconds, "gb": memory}
+        hidden = model.get_decoder()(x, use_cache=False).last_hidden_state[0, first - 1 : -1]
+        return float(torch.nn.functional.cross_entropy(model.lm_head(hidden), x[0, first:], reduction="sum").double()), len(ids) - first
+
+
+def static_scales(model: Any, names: list[str], rows: Any) -> dict[str, float]:
+    """absmax / 127 of each linear's input over the calibration rows."""
+    import torch
+
+    peaks = dict.fromkeys(names, 0.0)
+    linears = {f"{n}.weight": m for n, m in model.named_modules()}
+
+    def watch(name: str) -> Any:
+        def hook(_: Any, args: Any) -> None:
+            peaks[name] = max(peaks[name], float(args[0].abs().max()))
+
+        return hook
+
+    hooks = [linears[n].register_forward_pre_hook(watch(n)) for n in names]
+    with torch.inference_mode():
+        for part in rows.split(4):
+            model.get_decoder()(part, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {n: peak / 127 for n, peak in peaks.items()}
 
 
 def child(a: argparse.Namespace, method: str, spec: str) -> dict[str, float] | None:
     """`measure` in a process of its own; None when it failed, with the reason printed."""
     command = [sys.executable, __file__, "--one", method, "--specs", spec, "--model", a.model, "--settings", a.settings]
-    done = subprocess.run(command + (["--quick"] if a.quick else []), capture_output=True, text=True)
+    command += ["--samples", str(a.samples), "--windows", str(a.windows), "--answers", str(a.answers)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        print(f"{method} {spec}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        print(f"{method} {spec}: {(done.stderr.strip().splitlines() or ['killed'])[-1]}", file=sys.stderr)
         return None
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    print(f"{method} {spec}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()), file=sys.stderr)
+    return found
 
 
-def plot(points: dict[str, dict[str, float]], path: Path) -> None:
+def peer(a: argparse.Namespace, spec: str) -> dict[str, float] | None:
+    """llm-compressor's GPTQ by the same protocol, or None when it is not installed."""
+    python = peer_python("llmcompressor")
+    if python is None:
+        return None
+    from karui.catalogue import resolve
+
+    script = Path(__file__).parent / "peers" / "ptq_quality.py"
+    bits, group = re.fullmatch(r"w(\d)g(\d+)", spec).groups()  # type: ignore[union-attr]
+    command = [str(python), str(script), str(resolve(a.model)), "--peer", "llmcompressor-gptq", "--bits", bits, "--group", group]
+    command += ["--calibration", str(DATA / "wikitext2_valid.txt"), "--text", str(DATA / "wikitext2_test.txt")]
+    command += ["--samples", str(a.samples), "--windows", str(a.windows)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    words = re.search(r"perplexity (\S+)\s+quantization (\S+) s\s+peak (\S+) GB", done.stdout)
+    assert words is not None, done.stdout[-300:]
+    return dict(zip(("perplexity", "seconds", "gb"), map(float, words.groups())))
+
+
+def rows_of(method: str, spec: str, found: dict[str, float], other: dict[str, float] | None, full: bool) -> list[Figure]:
+    """The figures of one run; GPTQ's beside the peer, or beside its earlier figures."""
+    out = []
+    for key, label, unit, share in (("perplexity", "perplexity", "ppl", 1.0), ("gsm8k", "GSM8K loss", "nats", None),
+                                    ("seconds", "time", "s", 1 / 3), ("gb", "peak memory", "GB", 1.0)):  # fmt: skip
+        more: dict[str, Any] = {}
+        if method == "gptq" and share is not None and spec in MEASURED:
+            more = {"peer_name": "llm-compressor", "goal": share}
+            if other is not None:
+                more["peer"] = other[key]
+            elif full:
+                before = {"perplexity": MEASURED[spec], "seconds": MEASURED_SECONDS, "gb": MEASURED_GB}[key]
+                more = {"goal": share * before, "note": f"peer not installed; measured earlier: {before:g} {unit}"}
+            else:
+                more["note"] = "peer not installed"
+        elif key == "perplexity" and full and (method, spec) in ASKED:
+            more = {"goal": ASKED[method, spec]}
+        out.append(Figure(name=f"{method} {spec}, {label}", ours=found[key], unit=unit, better="lower", **more))
+    return out
+
+
+def comparisons(points: dict[str, dict[str, float]], specs: list[str], plain: float) -> list[Figure]:
+    """What the papers' order would have, as ratios within this run."""
+    out = []
+
+    def below(first: str, second: str, spec: str) -> None:
+        a, b = points.get(first, {}).get(spec), points.get(second, {}).get(spec)
+        if a is not None and b is not None:
+            out.append(Figure(name=f"{first} {spec} against {second}", ours=a, peer=b, peer_name=second, goal=1.0, unit="ppl", better="lower"))
+
+    for spec in specs:
+        for first, second in (("gptq", "rtn"), ("awq", "rtn"), ("rotation", "rtn"), ("autoround", "gptq"), ("autoround", "awq"),
+                              ("efficient_qat", "autoround")):  # fmt: skip
+            below(first, second, spec)
+    for method in ("rtn-static", "smoothquant-static"):
+        if "w8a8" in points.get(method, {}):
+            goal = 1.01 if method.startswith("smooth") else None
+            out.append(Figure(name=f"{method} w8a8 against unquantized", ours=points[method]["w8a8"], peer=plain,
+                              peer_name="unquantized", goal=goal, unit="ppl", better="lower"))  # fmt: skip
+    return out
+
+
+def plot(points: dict[str, dict[str, float]], plain: float, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for method, values in points.items():
-        axes.plot(list(values), list(values.values()), marker="o", label=method)
+    specs = sorted({s for v in points.values() for s in v if re.fullmatch(r"w\dg64", s)}, reverse=True)
+    for method in sorted(points, key=lambda m: ORDER.index(m) if m in ORDER else len(ORDER)):
+        shown = [(specs.index(s), v) for s, v in points[method].items() if s in specs]
+        if shown:
+            axes.plot(*zip(*sorted(shown)), marker="o", label=method)
+    axes.axhline(plain, color="gray", linestyle=":", label="unquantized")
+    axes.set_xticks(range(len(specs)), specs)
     axes.set_yscale("log")
     axes.set_ylabel("perplexity, wikitext-2 test")
     axes.legend()
@@ -91,42 +211,46 @@ def plot(points: dict[str, dict[str, float]], path: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--methods", default="rtn,hqq,awq,gptq,autoround")
+    parser.add_argument("--methods", default=",".join(ORDER))
     parser.add_argument("--specs", default="w4g64,w3g64,w2g64")
     parser.add_argument("--settings", default="{}", help="JSON settings of the method; with a single method")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--answers", type=int, default=64)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    samples, windows = (16, 10) if a.quick else (64, 40)
     if a.one:
-        print(json.dumps(measure(a.model, a.one, a.specs, samples, windows, json.loads(a.settings))))
+        print(json.dumps(measure(a, a.one, a.specs)))
         return
-    methods = a.methods.split(",")
+    from karui.qat.methods import METHODS
+
+    wanted = [(m, s) for s in a.specs.split(",") for m in a.methods.split(",")]
+    if "w4g64" in a.specs and "gptq" in a.methods:
+        wanted += [(m, "w8a8") for m in ("rtn-static", "rtn", "smoothquant-static", "smoothquant", "llm_int8")]
     if a.quick:
-        methods, a.specs = [m for m in methods if m in ("rtn", "gptq")], "w3g64"
+        wanted, (a.samples, a.windows, a.answers) = [("rtn", "w3g64"), ("gptq", "w3g64")], (12, 8, 16)
+    full = (a.samples, a.windows) == (64, 40)
     plain = child(a, "none", "none")
-    figures = [Figure(name="unquantized, perplexity", ours=plain and plain["perplexity"], unit="ppl", better="lower")]
+    assert plain is not None, "the unquantized model must run"
+    figures = [Figure(name="unquantized, perplexity", ours=plain["perplexity"], unit="ppl", better="lower"),
+               Figure(name="unquantized, GSM8K loss", ours=plain["gsm8k"], unit="nats", better="lower")]  # fmt: skip
     points: dict[str, dict[str, float]] = {}
-    for spec in a.specs.split(","):
-        for method in methods:
-            found = child(a, method, spec)
-            if found is None:
-                figures.append(Figure(name=f"{method} {spec}, perplexity", ours=None, unit="ppl", note="failed, see above"))
-                continue
-            points.setdefault(method, {})[spec] = found["perplexity"]
-            against = method == "gptq" and not a.quick and spec in PEER
-            named: dict[str, Any] = {"peer_name": "llm-compressor", "better": "lower"} if against else {"better": "lower"}
-            figures += [
-                Figure(name=f"{method} {spec}, perplexity", ours=found["perplexity"], unit="ppl", **named,
-                       **({"peer": PEER[spec], "goal": 1.0} if against else {})),
-                Figure(name=f"{method} {spec}, time", ours=found["seconds"], unit="s", **named,
-                       **({"peer": PEER_SECONDS, "goal": 1 / 3} if against else {})),
-                Figure(name=f"{method} {spec}, peak memory", ours=found["gb"], unit="GB", **named,
-                       **({"peer": PEER_GB, "goal": 1.0} if against else {})),
-            ]  # fmt: skip
-    report(figures, a.json, samples=samples, windows=windows)
+    for method, spec in wanted:
+        if method.removesuffix("-static") not in METHODS:
+            figures.append(Figure(name=f"{method} {spec}, perplexity", ours=None, unit="ppl", note="no such method here"))
+            continue
+        found = child(a, method, spec)
+        if found is None:
+            figures.append(Figure(name=f"{method} {spec}, perplexity", ours=None, unit="ppl", note="failed, see above"))
+            continue
+        points.setdefault(method, {})[spec] = found["perplexity"]
+        other = peer(a, spec) if method == "gptq" and spec in MEASURED else None
+        figures += rows_of(method, spec, found, other, full)
+    figures += comparisons(points, a.specs.split(","), plain["perplexity"])
+    report(figures, a.json, samples=a.samples, windows=a.windows, answers=a.answers)
     if a.plot is not None:
-        plot(points, a.plot)
+        plot(points, plain["perplexity"], a.plot)
 
 
 if __name__ == "__main__":

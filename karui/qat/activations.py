@@ -19,13 +19,21 @@ from karui.configs.errors import KaruiError
 LEVELS = 127.0
 
 
-def fake_quantize_tokens(x: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """x [..., in] rounded to symmetric int codes with one scale per row, and back, in x's dtype; computed in fp32."""
+def fake_quantize_tokens(x: torch.Tensor, bits: int = 8, outlier: float = 0.0) -> torch.Tensor:
+    """x [..., in] rounded to symmetric int codes with one scale per row, and back, in x's dtype; computed in fp32.
+
+    outlier > 0: columns with any value beyond it stay as they are (LLM.int8()).
+    """
     high = float(2 ** (bits - 1) - 1)
     value = x.detach().float()
+    whole = (value.abs() > outlier).flatten(0, -2).any(0) if outlier > 0 else None
+    if whole is not None:
+        value = value.masked_fill(whole, 0.0)
     scale = value.abs().amax(-1, keepdim=True) / high
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     rounded = (torch.round(value / scale).clamp_(-high, high) * scale).to(x.dtype)
+    if whole is not None:
+        rounded = torch.where(whole, x, rounded)
     return x + (rounded - x).detach()
 
 
@@ -36,8 +44,10 @@ def fake_quantize_static(x: torch.Tensor, scale: float) -> torch.Tensor:
     return clipped + (rounded - clipped).detach()
 
 
-def attach(model: nn.Module, names: Mapping[str, float | None]) -> list[Any]:
+def attach(model: nn.Module, names: Mapping[str, float | None], outlier: float = 0.0) -> list[Any]:
     """Quantize the inputs of the named weights' linears from now on: None dynamic, a number static. Returns the hooks to remove.
+
+    outlier: see `fake_quantize_tokens`; of dynamic ones.
 
     Raises:
         KaruiError: a name that is no linear of the model.
@@ -49,7 +59,7 @@ def attach(model: nn.Module, names: Mapping[str, float | None]) -> list[Any]:
 
     def hook(scale: float | None) -> Any:
         def before(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            x = fake_quantize_tokens(args[0]) if scale is None else fake_quantize_static(args[0], scale)
+            x = fake_quantize_tokens(args[0], outlier=outlier) if scale is None else fake_quantize_static(args[0], scale)
             return (x, *args[1:])
 
         return before

@@ -5,7 +5,9 @@
 
 As in bitsandbytes' inference the weight is stored once, in int8 per output channel, and the outlier columns are multiplied with
 its dequantized values; which columns are outliers is decided anew for every input. `linear` is that product in plain torch;
-calibration measures how many columns of each layer would take the high-precision path and names them in the report.
+calibration measures how many columns of each layer would take the high-precision path and names them in the report. The runtime's
+kernels have no such path, so the codes of a layer with outlier columns are marked `w8`: all of its activations stay in high
+precision there (with the native runner's int8 activations they do not). `activations.attach(..., outlier=)` computes by column.
 """
 
 from __future__ import annotations
@@ -59,11 +61,12 @@ def quantize_block(block: Block, config: LLMInt8Config) -> None:
             or spec.activation_bits != 8
         ):
             raise UnsupportedError(f"{name}: LLM.int8() is int8 per channel with int8 activations, spec w8a8, not {spec}.")
-        w = module.weight.detach().float()
-        q = quantize(w, spec, name=name)
         columns = (maxima[name] > config.threshold).nonzero().flatten().tolist()
         shown = ", ".join(map(str, columns[:16])) + (", ..." if len(columns) > 16 else "")
         note = f"{len(columns)} of {len(maxima[name])} columns beyond {config.threshold:g}" + (f": {shown}" if columns else "")
+        spec = spec.model_copy(update={"activation_bits": 16 if columns else 8})
+        w = module.weight.detach().float()
+        q = quantize(w, spec, name=name)
         block.commit(
             name, q,
             LayerReport(name=name, spec=str(spec), method="llm_int8", error=weight_error(w, q), tokens=tokens[name], note=note),

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 BOUND = 2e-3
 """Largest difference of a token's logprob (natural log) that fp32 rounding may cause."""
+INT8_BOUND = 0.1
+"""The same where activations are rounded to 8 bits per token: a difference in the last bit of fp32 can move a code by one."""
 NATIVE_BOUND = 0.5
 """Largest mean difference that int8 activations may cause before they count as broken rather than as coarse."""
 
@@ -33,12 +35,13 @@ PROBE = (
 )
 
 
-def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any]) -> Callable[[Path], dict[str, Any]]:
+def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any], bound: float = BOUND) -> Callable[[Path], dict[str, Any]]:
     """A `Parity` for the bundle writer.
 
     Args:
         tokenizer_dir: the model's folder.
         prepared: builds the prepared model, given the bundle's manifest: `merged_model` or `quantized_model` below.
+        bound: largest difference of a token's logprob.
 
     Returns figures {"max_abs_dlogprob", "bound", "tokens", "native_mean_abs_dlogprob", ...}.
     The gate raises `KaruiError` when the bound is not met.
@@ -51,11 +54,11 @@ def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any]) -> Calla
         ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
         wanted = model_logprobs(prepared(Manifest.read(bundle)), ids)
         exact = engine_logprobs(bundle, ids, runner="torch")
-        figures: dict[str, Any] = {"max_abs_dlogprob": _largest(wanted, exact), "bound": BOUND, "tokens": len(wanted)}
-        if not figures["max_abs_dlogprob"] <= BOUND:
+        figures: dict[str, Any] = {"max_abs_dlogprob": _largest(wanted, exact), "bound": bound, "tokens": len(wanted)}
+        if not figures["max_abs_dlogprob"] <= bound:
             raise KaruiError(
                 f"parity: the engine's logprobs differ from the prepared model's by up to {figures['max_abs_dlogprob']:.3g} over "
-                f"{len(wanted)} tokens, bound {BOUND:g}; the bundle was not written. This is a bug in karui: please report it."
+                f"{len(wanted)} tokens, bound {bound:g}; the bundle was not written. This is a bug in karui: please report it."
             )
         fast = engine_logprobs(bundle, ids, runner="auto")
         mean = sum(abs(a - b) for a, b in zip(wanted, fast)) / len(wanted)
@@ -85,6 +88,7 @@ def merged_model(
     from karui.inference.bundle.merge import base_weight, load_adapter
     from karui.kernels.qtensor import QTensor
     from karui.kernels.quantize import quantize
+    from karui.qat.activations import attach
 
     transformers_logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -106,14 +110,21 @@ def merged_model(
             if record is not None and record.spec != "none":
                 w = quantize(w, QuantSpec.parse(record.spec), name=name).dequantize()
             parameter.data.copy_(w)
+    if manifest is not None:
+        eights = [n for n, r in manifest.tensors.items() if QuantSpec.parse(r.spec).activation_bits == 8]
+        attach(model, dict.fromkeys(eights))
     return model
 
 
-def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor]) -> Any:
-    """Transformers' fp32 model of a parsed config.json with the given weights; every parameter must be among them or tied."""
+def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor], eights: Sequence[str] = ()) -> Any:
+    """Transformers' fp32 model of a parsed config.json with the given weights; every parameter must be among them or tied.
+
+    The inputs of the linears named in `eights` are quantized to 8 bits per token, as the engine does for specs that end in a8.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from karui.qat.activations import attach
     from karui.qat.experts import unfuse
 
     model: Any = AutoModelForCausalLM.from_config(
@@ -123,6 +134,7 @@ def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor]) -
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             parameter.data.copy_(dense[name])
+    attach(model, dict.fromkeys(eights))
     return model
 
 

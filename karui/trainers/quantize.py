@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def quantize_to_bundle(
     samples: int = 64,
     length: int = 512,
     work: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    skip: Sequence[str] = (),
 ) -> Manifest:
     """Run one method of `karui.qat.methods` and write its result.
 
@@ -29,53 +32,66 @@ def quantize_to_bundle(
         model: a model folder or a catalogue name.
         calibration: text file; the first `samples` x `length` tokens are used. Only methods that need no data go without.
         work: folder for finished blocks, from which a killed run goes on.
+        settings: the method's own; skip: patterns of linears that stay in high precision.
 
     Raises:
         KaruiError: what the method refuses, too little calibration text, a taken target, parity not met.
+        UnsupportedError: a model the engine does not run, or one that is quantized already.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     from karui.catalogue import resolve
+    from karui.inference.bundle.staging import check_target
     from karui.inference.bundle.writer import write
     from karui.inference.evaluate.memory import disk_bytes
     from karui.inference.models.config import from_hf
+    from karui.kernels.qtensor import QTensor
     from karui.kernels.quantize import quantize
     from karui.qat.methods import method as find_method
     from karui.qat.run import quantize_model, read_config
     from karui.qat.types import Options
-    from karui.trainers.parity import make_gate, quantized_model
+    from karui.trainers.parity import BOUND, INT8_BOUND, make_gate, quantized_model
 
-    find_method(method)
+    chosen = find_method(method)
+    check_target(Path(output), overwrite=False)
     console = Console(highlight=False)
     folder = resolve(model)
     from_hf(read_config(folder))  # a model the engine cannot run is refused before the work, not after it
-    rows = _rows(folder, calibration, samples, length) if calibration is not None else None
+    if chosen.calibrates and calibration is None:
+        raise KaruiError(f"{method} needs calibration text: give --calibration FILE, or a method that needs none (rtn, hqq).")
+    rows = _rows(folder, calibration, samples, length) if calibration is not None and chosen.calibrates else None
     with Progress(console=console) as bar:
         task = bar.add_task(f"{method} {spec}")
-        result = quantize_model(
-            folder,
-            method,
-            spec,
-            rows,
-            Options(work=work, progress=lambda done, total, seconds: bar.update(task, completed=done, total=total)),
-        )
+        options = Options(
+            settings=settings or {}, skip=skip, work=work,
+            progress=lambda done, total, seconds: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+        result = quantize_model(folder, method, spec, rows, options)
     grid = QuantSpec.parse(embedding)
     weights: dict[str, Any] = dict(result.weights)
+    fates = {r.name: ("fell_back", r.fallback) if r.fallback else ("quantized" if r.spec != "none" else "kept", r.note)
+             for r in result.report if r.name in weights}  # fmt: skip
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in weights and grid.format != "none":
             weights[name] = quantize(weights[name], grid, name=name)
+            fates[name] = ("quantized", "embedding" if "embed" in name else "output head")
     tied = (("model.embed_tokens.weight", "lm_head.weight"),) if "lm_head.weight" not in weights else ()
-    dense = {k: v.dequantize() if hasattr(v, "dequantize") and hasattr(v, "codes") else v for k, v in weights.items()}
+    dense = {k: v.dequantize() if isinstance(v, QTensor) else v for k, v in weights.items()}
+    eights = [k for k, v in weights.items() if isinstance(v, QTensor) and v.spec.activation_bits == 8]
     manifest = write(
         output,
         weights,
         result.config,
         tokenizer_dir=folder,
         provenance={"source_model": folder.name, "notes": {"quantization": json.loads(json.dumps(result.facts, default=str))}},
+        fates=fates,
         tied=tied,
-        parity=make_gate(folder, lambda _: quantized_model(result.config, dense)),
+        parity=make_gate(folder, lambda _: quantized_model(result.config, dense, eights), INT8_BOUND if eights else BOUND),
     )
+    for entry in result.report:
+        if entry.fallback:
+            console.print(f"  {entry.name}: {entry.fallback}")
     console.print(f"{output}: {disk_bytes(output) / 1e6:.1f} MB, parity {json.dumps(manifest.parity)}")
     return manifest
 

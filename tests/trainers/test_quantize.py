@@ -1,0 +1,99 @@
+"""End to end on a tiny model: every post-training method -> bundle -> parity gate -> engine, and what is refused before the work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from karui.cli import app
+from karui.configs import KaruiError, UnsupportedError
+from karui.inference.engine import Engine
+from karui.qat.methods import METHODS
+from karui.trainers.quantize import quantize_to_bundle
+
+QUICK = {"autoround": {"iterations": 3}, "block_ap": {"epochs": 1}}
+SPECS = {"smoothquant": "w8a8", "llm_int8": "w8a8"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"The {i}th sheep is {i * i} days old, and {i % 7} of its lambs are black.\n" for i in range(60)))
+    return path
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_becomes_a_bundle_the_engine_runs(tiny_folder, text, tmp_path, method):
+    manifest = quantize_to_bundle(
+        str(tiny_folder), tmp_path / "out", method=method, spec=SPECS.get(method, "w4g32"), calibration=text, samples=8, length=64,
+        settings=QUICK.get(method),
+    )  # fmt: skip
+    assert manifest.parity["max_abs_dlogprob"] < manifest.parity["bound"] == (0.1 if method in SPECS else 2e-3)
+    found = {n: t.spec for n, t in manifest.tensors.items() if "proj" in n}
+    allowed = {"w8", "w8a8"} if method == "llm_int8" else {SPECS.get(method, "w4g32")}  # w8: a layer with outlier columns
+    assert set(found.values()) <= allowed and len(found) == 14
+    assert manifest.provenance.notes["quantization"]["method"] == method
+    engine = Engine.load(tmp_path / "out", max_context=64, max_sequences=1)
+    assert torch.isfinite(engine.score([[5, 70, 90, 31]])[0]).all()
+
+
+def test_gptq_loses_less_than_rounding_and_says_so(tiny_folder, text, tmp_path):
+    """The engine's own scores of the calibration text, against the unquantized model's."""
+    ids = [t for t in range(40, 100)]
+    whole = Engine.load(tiny_folder, runner="torch", kv_dtype="float32", max_context=64, max_sequences=1).score([ids])[0]
+    lost = {}
+    for method in ("rtn", "gptq"):
+        quantize_to_bundle(str(tiny_folder), tmp_path / method, method=method, spec="w2g32", calibration=text, samples=12, length=64)
+        engine = Engine.load(tmp_path / method, runner="torch", kv_dtype="float32", max_context=64, max_sequences=1)
+        lost[method] = float((engine.score([ids])[0] - whole).abs().mean())
+    assert lost["gptq"] < lost["rtn"]
+
+
+class TestBadInput:
+    def test_a_model_the_engine_cannot_run_is_refused_before_the_work(self, tmp_path):
+        from tests.qat.test_experts import moe
+
+        moe("mixtral").save_pretrained(tmp_path / "moe")
+        with pytest.raises(UnsupportedError, match="model_type 'mixtral' is not supported by karui's engine"):
+            quantize_to_bundle(str(tmp_path / "moe"), tmp_path / "out", method="rtn", spec="w4g32")
+
+    def test_too_little_text(self, tiny_folder, tmp_path):
+        short = tmp_path / "short.txt"
+        short.write_text("too short")
+        with pytest.raises(KaruiError, match="holds 9 tokens; 64 samples of 512 need 32768"):
+            quantize_to_bundle(str(tiny_folder), tmp_path / "out", method="gptq", spec="w4g32", calibration=short)
+
+    def test_no_text_where_one_is_needed(self, tiny_folder, tmp_path):
+        with pytest.raises(KaruiError, match="awq needs calibration text: give --calibration"):
+            quantize_to_bundle(str(tiny_folder), tmp_path / "out", method="awq", spec="w4g32")
+
+    def test_a_taken_target_is_refused_before_the_work(self, tiny_folder, tmp_path):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "file").write_text("mine")
+        with pytest.raises(KaruiError, match="out"):
+            quantize_to_bundle(str(tiny_folder), tmp_path / "out", method="rtn", spec="w4g32")
+        assert (tmp_path / "out" / "file").read_text() == "mine"
+
+    def test_a_bundle_is_no_source(self, tiny_folder, tmp_path):
+        quantize_to_bundle(str(tiny_folder), tmp_path / "out", method="rtn", spec="w4g32")
+        with pytest.raises(UnsupportedError, match="already quantized"):
+            quantize_to_bundle(str(tmp_path / "out"), tmp_path / "again", method="rtn", spec="w4g32")
+
+
+def test_the_command_and_its_list(tiny_folder, text, tmp_path):
+    shown = CliRunner().invoke(app, ["quantize", "--list"])
+    assert shown.exit_code == 0
+    for method in METHODS.values():
+        assert method.name in shown.output
+    done = CliRunner().invoke(app, ["quantize", str(tiny_folder), "-o", str(tmp_path / "out"), "--method", "gptq", "--spec", "w3g32",
+                                    "--calibration", str(text), "--samples", "8", "--length", "64", "--set", "damp=0.02",
+                                    "--skip", "*.0.mlp.*"])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    manifest = json.loads((Path(tmp_path) / "out" / "manifest.json").read_text())
+    assert manifest["provenance"]["notes"]["quantization"]["settings"]["damp"] == 0.02
+    assert manifest["tensors"]["model.layers.0.mlp.up_proj.weight"]["spec"] == "none"
+    assert manifest["tensors"]["model.layers.0.mlp.up_proj.weight"]["why"] == "outside the targets"
