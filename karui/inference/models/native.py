@@ -25,6 +25,7 @@ from karui.inference.models.decoder import LoraWeights
 from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of
 from karui.inference.models.weights import Weights, check_weights
 from karui.kernels.native import quiet_torch
+from karui.kernels.native.arena import Arena
 from karui.kernels.native.library import CACHE_TYPES, TARGETS, Batch, Config, Layer, Linear, Lora, address, load
 from karui.kernels.native.weights import Packed, pack
 from karui.kernels.qtensor import QTensor
@@ -82,12 +83,13 @@ class NativeRunner:
         """Replace all weights; KV memory and adapters stay. Nothing changes when the check fails."""
         c, checked = self.config, check_weights(self.config, weights)
         packed: list[Packed] = []
+        arena = Arena()
         norms: list[torch.Tensor] = []
 
         def matrix(module: str) -> Linear:
             bias = checked.get(f"{module}.bias")
             assert not isinstance(bias, QTensor)
-            packed.append(pack(self._lib, f"{module}.weight", checked[f"{module}.weight"], bias, self.activation_bits))
+            packed.append(pack(self._lib, f"{module}.weight", checked[f"{module}.weight"], bias, self.activation_bits, arena))
             return packed[-1].linear
 
         def vector(name: str) -> int | None:

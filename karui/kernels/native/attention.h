@@ -20,15 +20,17 @@ struct Cache {
     void *keys, *values;
     float *key_scale, *value_scale;
     int32_t type, kv_heads, dim, dim_padded;
+    int64_t stride;  // bytes from one group of 16 slots to the next: all layers of a group lie together
 };
+constexpr int cache_bytes(int type) { return type == CACHE_FP32 ? 4 : type == CACHE_FP16 ? 2 : 1; }
 
 INLINE int64_t key_at(const Cache& c, int slot, int head, int d) {
-    return (((int64_t)(slot / 16) * c.kv_heads + head) * c.dim_padded + d) * 16 + slot % 16;
+    return (slot / 16) * (c.stride / cache_bytes(c.type)) + ((int64_t)head * c.dim_padded + d) * 16 + slot % 16;
 }
 INLINE int64_t value_at(const Cache& c, int slot, int head) {
-    return (((int64_t)(slot / 16) * c.kv_heads + head) * 16 + slot % 16) * c.dim_padded;
+    return (slot / 16) * (c.stride / cache_bytes(c.type)) + ((int64_t)head * 16 + slot % 16) * c.dim_padded;
 }
-INLINE int64_t scale_at(const Cache& c, int slot, int head) { return ((int64_t)(slot / 16) * c.kv_heads + head) * 16 + slot % 16; }
+INLINE int64_t scale_at(const Cache& c, int slot, int head) { return (slot / 16) * (c.stride / 4) + (int64_t)head * 16 + slot % 16; }
 
 // Writes one token's key and value of one head (dim_padded floats each, padding zero).
 static void write_cache(const Cache& c, int slot, int head, const float* key, const float* value) {
@@ -55,7 +57,7 @@ static void write_cache(const Cache& c, int slot, int head, const float* key, co
 }
 
 static void copy_slot(const Cache& c, int from, int to) {
-    const int size = c.type == CACHE_FP32 ? 4 : c.type == CACHE_FP16 ? 2 : 1;
+    const int size = cache_bytes(c.type);
     for (int h = 0; h < c.kv_heads; h++) {
         for (int d = 0; d < c.dim_padded; d++)
             memcpy((char*)c.keys + key_at(c, to, h, d) * size, (char*)c.keys + key_at(c, from, h, d) * size, size);

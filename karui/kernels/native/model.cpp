@@ -4,6 +4,9 @@
 // Weights and batch arrays belong to the caller; the model owns its work buffers and the caches.
 // Compiled once per instruction set (see build.py): -DKARUI_AVX512, -DKARUI_AVX2 or neither.
 #include <stdlib.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <algorithm>
 
@@ -41,6 +44,7 @@ struct Lora {                    // y = row_scale * (W x + b a x) + bias; rank 0
     const float* row_scale;      // [n] or null for ones
 };
 
+constexpr int OWN_ROWS = 2;  // up to so many rows every thread computes norms and codes itself instead of waiting for the others'
 constexpr int TARGETS = 7;  // q, k, v, o, gate, up, down
 
 // ---- work buffers ---------------------------------------------------------------------------------------------------------------
@@ -62,10 +66,47 @@ template <typename X> struct Buffer {  // 64-byte aligned, zeroed when it grows,
     ~Buffer() { free(data); }
 };
 
+struct Pages {  // zeroed memory on huge pages where the system gives them (see arena.py); untouched pages cost nothing
+    char* data = nullptr;
+    size_t size = 0;
+    bool need(size_t n) {
+        release();
+#if defined(__linux__)
+        const size_t huge = 2 << 20;
+        size = (n + huge - 1) / huge * huge + huge;
+        mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (mapped == MAP_FAILED) { mapped = nullptr; return false; }
+        madvise(mapped, size, MADV_HUGEPAGE);
+        data = (char*)(((uintptr_t)mapped + huge - 1) / huge * huge);
+#else
+        mapped = calloc(n + 64, 1);
+        data = (char*)(((uintptr_t)mapped + 63) / 64 * 64);
+#endif
+        return mapped != nullptr;
+    }
+    void release() {
+#if defined(__linux__)
+        if (mapped) munmap(mapped, size);
+#else
+        free(mapped);
+#endif
+        mapped = data = nullptr;
+    }
+    ~Pages() { release(); }
+
+private:
+    void* mapped = nullptr;
+};
+
 struct Codes {  // int8 activations of one phase for one (block, per_token, factor)
     Buffer<int8_t> codes;
     Buffer<float> scale;
     Buffer<int32_t> sum;
+};
+
+struct Inputs {  // what the linears of a phase read
+    Buffer<float> normed, mixed;
+    Codes coded[3];
 };
 
 struct Item { int32_t sequence, first, rows, kv_head, chunk, partial; };  // chunk < 0: all chunks, result written directly
@@ -85,14 +126,16 @@ struct Model {
     int dim_padded, ld_hidden, ld_inter, ld_q;
     Team team;
     std::vector<Cache> cache;
+    Pages pages;
     int64_t slots = 0;
     std::vector<Scratch*> scratch;
     std::vector<Lora> loras;  // [slot][layer][target]
     int lora_slots = 0;
     int max_padded = 0;
 
-    Buffer<float> h, normed, q, kv, mixed, gate, up, cosine, sine, low, product;
-    Codes coded[3];
+    Buffer<float> h, q, kv, gate, up, cosine, sine, low, product;
+    std::vector<Inputs*> inputs;  // [0] for all; with few rows every thread computes its own, which saves the barrier after
+    bool own = false;
     std::vector<Item> items;
     Buffer<float> split_out;
     Buffer<Partial> split;
@@ -102,7 +145,7 @@ struct Model {
     const Batch* b = nullptr;
 
     explicit Model(const Config& config) : team(config.max_threads) {
-        for (int i = 0; i < team.size(); i++) scratch.push_back(new Scratch);
+        for (int i = 0; i < team.size(); i++) { scratch.push_back(new Scratch); inputs.push_back(new Inputs); }
         configure(config);
     }
     // Takes new weights of the same shapes; the caches stay.
@@ -129,22 +172,23 @@ struct Model {
     ~Model() {
         free_cache();
         for (Scratch* s : scratch) delete s;
+        for (Inputs* i : inputs) delete i;
     }
 
     void free_cache() {
-        for (Cache& k : cache) { free(k.keys); free(k.values); free(k.key_scale); free(k.value_scale); }
+        pages.release();
         cache.clear();
     }
     bool allocate(int64_t count, int type) {
         free_cache();
         slots = count;
-        const size_t groups = (size_t)(slots + 15) / 16, size = type == CACHE_FP32 ? 4 : type == CACHE_FP16 ? 2 : 1;
-        const size_t bytes = groups * c.kv_heads * 16 * dim_padded * size + 64, scales = groups * c.kv_heads * 16 * 4 + 64;
+        const int64_t groups = (slots + 15) / 16, codes = (int64_t)c.kv_heads * 16 * dim_padded * cache_bytes(type);
+        const int64_t scales = type == CACHE_INT8 ? (int64_t)c.kv_heads * 16 * 4 : 0, stride = c.layers * 2 * (codes + scales);
+        if (!pages.need(groups * stride + 4096)) return false;
         for (int l = 0; l < c.layers; l++) {
-            Cache k = {calloc(bytes, 1), calloc(bytes, 1), nullptr, nullptr, type, c.kv_heads, c.head_dim, dim_padded};
-            if (type == CACHE_INT8) { k.key_scale = (float*)calloc(scales, 1); k.value_scale = (float*)calloc(scales, 1); }
-            cache.push_back(k);
-            if (!k.keys || !k.values || (type == CACHE_INT8 && (!k.key_scale || !k.value_scale))) { free_cache(); return false; }
+            char* at = pages.data + l * 2 * (codes + scales);
+            float* scale = scales ? (float*)(at + 2 * codes) : nullptr;
+            cache.push_back({at, at + codes, scale, scales ? scale + scales / 4 : nullptr, type, c.kv_heads, c.head_dim, dim_padded, stride});
         }
         return true;
     }
@@ -169,7 +213,7 @@ struct Model {
     }
 
     // Quantizes rows of x for each distinct need among the linears.
-    void quantize(const Linear* const* parts, int count, const float* x, int ldx, int first, int last) {
+    void quantize(const Linear* const* parts, int count, const float* x, int ldx, int first, int last, Codes* coded) {
         for (int i = 0; i < count; i++) {
             const Linear& w = *parts[i];
             if (!integer(w)) continue;
@@ -184,8 +228,8 @@ struct Model {
     }
 
     // y_i = x W_i^T for up to three linears over the same rows, panels shared between the threads.
-    void linears(const Linear* const* parts, int count, const float* x, int ldx, int rows, float* const* y, const int* ldy, bool accumulate,
-                 int t, int n, const Lora* const* lora) {
+    void linears(const Linear* const* parts, int count, const float* x, int ldx, const Codes* coded, int rows, float* const* y, const int* ldy,
+                 bool accumulate, int t, int n, const Lora* const* lora) {
         int total = 0, first, last;
         for (int i = 0; i < count; i++) total += num_panels(*parts[i]);
         share(total, t, n, first, last);
@@ -200,19 +244,19 @@ struct Model {
             at += num_panels(w);
         }
         if (lora) add_adapters(parts, count, x, ldx, y, ldy, t, n, lora);
-        team.barrier();
+        team.barrier(t);
     }
 
     // h += x W^T, with adapters through a buffer because they scale the product, not the residual stream.
-    void add_to_residual(const Linear* part, const float* x, int ldx, int t, int n, const Lora* lora) {
+    void add_to_residual(const Linear* part, const float* x, int ldx, const Codes* coded, int t, int n, const Lora* lora) {
         const int T = b->tokens_n;
         float* to[] = {lora ? product.data : h.data};
-        linears(&part, 1, x, ldx, T, to, &ld_hidden, !lora, t, n, lora ? &lora : nullptr);
+        linears(&part, 1, x, ldx, coded, T, to, &ld_hidden, !lora, t, n, lora ? &lora : nullptr);
         if (!lora) return;
         int first, last;
         share(T, t, n, first, last);
         for (int64_t i = (int64_t)first * ld_hidden; i < (int64_t)last * ld_hidden; i++) h.data[i] += product.data[i];
-        team.barrier();
+        team.barrier(t);
     }
 
     // y_i[row] += B (A x[row]) for rows whose sequence has an adapter; lora[i] is indexed by row.
@@ -221,7 +265,7 @@ struct Model {
         const int rows = b->tokens_n;
         int first, last;
         for (int i = 0; i < count; i++) {
-            team.barrier();
+            team.barrier(t);
             share(rows, t, n, first, last);
             for (int r = first; r < last; r++) {
                 const Lora* l = row_lora(lora, i, r);
@@ -237,7 +281,7 @@ struct Model {
                     low.data[(int64_t)r * low_ld + j] = d;
                 }
             }
-            team.barrier();
+            team.barrier(t);
             share(num_panels(*parts[i]), t, n, first, last);
             first *= PANEL;
             last = std::min(last * PANEL, parts[i]->n);
@@ -270,12 +314,65 @@ struct Model {
         return l->rank ? l : nullptr;
     }
 
-    void norm_rows(const float* weight, const Linear* const* parts, int count, int rows, int t, int n) {
+    // Rows [first, last) that thread t prepares for the next linears: its share, or all of them into its own `Inputs`.
+    Inputs& prepare_rows(int rows, int t, int n, int& first, int& last) {
+        if (own) { first = 0; last = rows; }
+        else share(rows, t, n, first, last);
+        return *inputs[own ? t : 0];
+    }
+    void prepared(int t) { if (!own) team.barrier(t); }
+
+    Inputs& norm_rows(const float* weight, const Linear* const* parts, int count, int rows, int t, int n) {
         int first, last;
-        share(rows, t, n, first, last);
-        for (int r = first; r < last; r++) rms_norm(h.data + (int64_t)r * ld_hidden, weight, c.hidden, c.eps, normed.data + (int64_t)r * ld_hidden);
-        quantize(parts, count, normed.data, ld_hidden, first, last);
-        team.barrier();
+        Inputs& in = prepare_rows(rows, t, n, first, last);
+        float* out = in.normed.data;
+        for (int r = first; r < last; r++) rms_norm(h.data + (int64_t)r * ld_hidden, weight, c.hidden, c.eps, out + (int64_t)r * ld_hidden);
+        quantize(parts, count, out, ld_hidden, first, last, in.coded);
+        prepared(t);
+        return in;
+    }
+
+    // gate and up, then silu(gate) * up as input of down. Where blocks allow it each thread goes on with the columns it has computed.
+    Inputs& gate_up_down(const Layer& y, Inputs& in, int t, int n, const Lora* const* lora) {
+        const int T = b->tokens_n;
+        const Linear *parts[] = {&y.gate, &y.up}, *down[] = {&y.down};
+        float* out[] = {gate.data, up.data};
+        const int ld[] = {ld_inter, ld_inter}, step = std::max(CHUNK, y.down.block);
+        Inputs& next_in = *inputs[0];
+        if (!lora && same_codes(y.gate, y.up) && integer(y.gate) == integer(y.up) && integer(y.down) && !y.down.per_token &&
+            y.down.k == y.down.k_padded && c.intermediate % step == 0) {
+            const Activations a = {in.normed.data, ld_hidden, in.coded[0].codes.data, in.coded[0].scale.data, in.coded[0].sum.data};
+            int first, last;
+            share(c.intermediate / step, t, n, first, last);
+            first *= step;
+            last *= step;
+            for (int i = 0; i < 2; i++)
+                multiply(*parts[i], a, T, first / PANEL, last / PANEL, out[i], ld_inter, false, scratch[t]->panel.data);
+            const Codes& to = next_in.coded[0];
+            const int blocks = y.down.k_padded / y.down.block, block = first / y.down.block;
+            for (int r = 0; r < T && first < last; r++) {
+                float* g = gate.data + (int64_t)r * ld_inter + first;
+                swiglu(g, up.data + (int64_t)r * ld_inter + first, last - first, g);
+                CodeRow row = tiled_row(to.codes.data, to.scale.data, to.sum.data, r, y.down.k_padded, blocks);
+                row.codes += first / CHUNK * row.chunk_step;
+                row.scale += (int64_t)block * row.step;
+                row.sum += (int64_t)block * row.step;
+                quantize_row(g, last - first, y.down.block, false, factor(y.down), row);
+            }
+            team.barrier(t);
+            return next_in;
+        }
+        linears(parts, 2, in.normed.data, ld_hidden, in.coded, T, out, ld, false, t, n, lora);
+        int first, last;
+        share(T, t, n, first, last);
+        for (int r = first; r < last; r++) {
+            float* g = gate.data + (int64_t)r * ld_inter;
+            swiglu(g, up.data + (int64_t)r * ld_inter, c.intermediate, g);
+            for (int i = c.intermediate; i < ld_inter; i++) g[i] = 0.0f;
+        }
+        quantize(down, 1, gate.data, ld_inter, first, last, next_in.coded);
+        team.barrier(t);
+        return next_in;
     }
 
     int visible(int s, int row) const {  // keys that row `row` of sequence s sees, itself included
@@ -317,7 +414,7 @@ struct Model {
             const int q = b->query_starts[s + 1] - b->query_starts[s];
             whole += (q + tile - 1) / tile * c.kv_heads;
         }
-        const bool cut = threads > 1 && whole < 8 * threads;
+        const bool cut = own || (threads > 1 && whole < 8 * threads);
         any_split = false;
         int partials = 0;
         for (int s = 0; s < b->sequences; s++) {
@@ -327,7 +424,7 @@ struct Model {
             for (int r = 0; r < q; r += step) {
                 const int rows = std::min(step, q - r), chunks = (visible(s, r + rows - 1) + KEYS - 1) / KEYS;
                 for (int head = 0; head < c.kv_heads; head++) {
-                    if (!cut || chunks < 3) { items.push_back({s, r, rows, head, -1, 0}); continue; }
+                    if (!cut || (chunks < 3 && !own)) { items.push_back({s, r, rows, head, -1, 0}); continue; }
                     any_split = true;
                     for (int k = 0; k < chunks; k++) items.push_back({s, r, rows, head, k, partials + k * rows * group});
                     partials += chunks * rows * group;
@@ -377,7 +474,7 @@ struct Model {
                 for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * dim_padded, part[i], out + (int64_t)i * dim_padded, dim_padded);
         }
         if (item.chunk < 0)
-            for (int i = 0; i < nq; i++) write_mixed(base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
+            for (int i = 0; i < nq; i++) write_mixed(*inputs[0], base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
     }
     template <typename T> void prefetch_chunk(const void* const* groups, int count) const {
         for (int g = 0; g < count; g++)
@@ -400,8 +497,8 @@ struct Model {
             groups[count++] = (const T*)cached.keys + key_at(cached, slot_of(sequence, i) / 16 * 16, head, 0);
         prefetch_chunk<T>(groups, count);
     }
-    void write_mixed(int row, int head, const Partial& run, const float* total) {
-        float* out = mixed.data + (int64_t)row * ld_q + head * c.head_dim;
+    void write_mixed(Inputs& in, int row, int head, const Partial& run, const float* total) {
+        float* out = in.mixed.data + (int64_t)row * ld_q + head * c.head_dim;
         const float r = 1.0f / run.sum;
         for (int d = 0; d < c.head_dim; d++) out[d] = total[d] * r;
     }
@@ -413,14 +510,15 @@ struct Model {
             else if (cache[layer].type == CACHE_FP16) attend_item<uint16_t>(items[i], layer, w);
             else attend_item<int8_t>(items[i], layer, w);
         }
-        team.barrier();
+        team.barrier(t);
         if (!any_split) return;
         // Merge the cut items chunk by chunk, in order; each (sequence, tile, head) starts at its chunk 0.
-        const int group = c.heads / c.kv_heads, n = team.size();
+        const int group = c.heads / c.kv_heads, n = own ? 1 : team.active();
+        Inputs& in = *inputs[own ? t : 0];
         int turn = 0;
         for (size_t i = 0; i < items.size(); i++) {
             const Item& item = items[i];
-            if (item.chunk != 0 || turn++ % n != t) continue;
+            if (item.chunk != 0 || (turn++ % n != t && !own)) continue;
             const int nq = item.rows * group, base = b->query_starts[item.sequence] + item.first;
             float* total = w.run.need((size_t)dim_padded);
             for (int j = 0; j < nq; j++) {
@@ -430,10 +528,10 @@ struct Model {
                     const int64_t p = items[k].partial + j;
                     merge(run, total, split.data[p], split_out.data + p * dim_padded, dim_padded);
                 }
-                write_mixed(base + j / group, item.kv_head * group + j % group, run, total);
+                write_mixed(in, base + j / group, item.kv_head * group + j % group, run, total);
             }
         }
-        team.barrier();
+        prepared(t);
     }
 
     // Norm and rotation of queries and keys, and the cache write, one (token, head) at a time.
@@ -460,7 +558,7 @@ struct Model {
             for (int d = hd; d < dim_padded; d++) key[d] = value[d] = 0.0f;
             write_cache(cache[layer_index], b->slots[row], head - heads, key, value);
         }
-        team.barrier();
+        team.barrier(t);
     }
     int ld_qkv = 0, ld_kv = 0;
 
@@ -470,18 +568,21 @@ struct Model {
         ld_qkv = c.heads * c.head_dim;
         ld_kv = 2 * c.kv_heads * c.head_dim;
         h.need(T * ld_hidden + max_padded);
-        normed.need(rows * ld_hidden + max_padded);
         q.need(T * ld_q);
         kv.need(T * ld_kv);
-        mixed.need(T * ld_q + max_padded);
         gate.need(T * std::max(ld_inter, ld_qkv) + max_padded);
         up.need(T * ld_inter);
         cosine.need(T * (c.head_dim / 2));
         sine.need(T * (c.head_dim / 2));
-        for (Codes& k : coded) {
-            k.codes.need(rows * max_padded);
-            k.scale.need(rows * (max_padded / 16));
-            k.sum.need(rows * (max_padded / 16));
+        own = team.active() > 1 && T <= OWN_ROWS && batch.wanted <= OWN_ROWS;
+        for (int t = 0; t < (own ? team.active() : 1); t++) {
+            inputs[t]->normed.need(rows * ld_hidden + max_padded);
+            inputs[t]->mixed.need(T * ld_q + max_padded);
+            for (Codes& k : inputs[t]->coded) {
+                k.codes.need(rows * max_padded);
+                k.scale.need(rows * (max_padded / 16));
+                k.sum.need(rows * (max_padded / 16));
+            }
         }
         row_slot.assign(T, -1);
         low_ld = 0;
@@ -492,12 +593,12 @@ struct Model {
             low.need(T * low_ld);
             product.need(T * ld_hidden);
         }
-        plan(team.size());
+        plan(team.active());
         next.store(0);
     }
 
     void run(int t) {
-        const int n = team.size(), T = b->tokens_n;
+        const int n = team.active(), T = b->tokens_n;
         int first, last;
         share(T, t, n, first, last);
         for (int r = first; r < last; r++) {
@@ -512,55 +613,46 @@ struct Model {
                 sine.data[(int64_t)r * (c.head_dim / 2) + i] = sinf(angle) * c.rope_factor;
             }
         }
+        if (own) team.barrier(t);
         const bool adapted = low_ld > 0;
         for (int l = 0; l < c.layers; l++) {
             const Layer& y = c.layer[l];
             const Lora* base = adapted ? loras.data() + (int64_t)l * TARGETS : nullptr;
             for (int i = 0; i < b->aux_n; i++)
                 if (b->aux_layers[i] == l) copy_aux(i, first, last);
-            const Linear* qkv[] = {&y.q, &y.k, &y.v};
-            const Lora* lora_qkv[] = {base, base + 1, base + 2};
-            norm_rows(y.input_norm, qkv, 3, T, t, n);
+            const Linear *qkv[] = {&y.q, &y.k, &y.v}, *o[] = {&y.o}, *gate_up[] = {&y.gate, &y.up};
+            const Lora *lora_qkv[] = {base, base + 1, base + 2}, *lora_gu[] = {base + 4, base + 5};
             float* out_qkv[] = {gate.data, kv.data, kv.data + c.kv_heads * c.head_dim};
             const int ld[] = {ld_qkv, ld_kv, ld_kv};
-            linears(qkv, 3, normed.data, ld_hidden, T, out_qkv, ld, false, t, n, adapted ? lora_qkv : nullptr);
+            Inputs& in = norm_rows(y.input_norm, qkv, 3, T, t, n);
+            linears(qkv, 3, in.normed.data, ld_hidden, in.coded, T, out_qkv, ld, false, t, n, adapted ? lora_qkv : nullptr);
             rotate_and_store(y, l, t, n);
             attention(l, t);
             if (t == 0) next.store(0);
-            const Linear* o[] = {&y.o};
-            quantize(o, 1, mixed.data, ld_q, first, last);
-            team.barrier();
-            add_to_residual(&y.o, mixed.data, ld_q, t, n, adapted ? base + 3 : nullptr);
-            const Linear* gate_up[] = {&y.gate, &y.up};
-            const Lora* lora_gu[] = {base + 4, base + 5};
-            norm_rows(y.post_norm, gate_up, 2, T, t, n);
-            float* out_gu[] = {gate.data, up.data};
-            const int ldi[] = {ld_inter, ld_inter};
-            linears(gate_up, 2, normed.data, ld_hidden, T, out_gu, ldi, false, t, n, adapted ? lora_gu : nullptr);
-            const Linear* down[] = {&y.down};
-            for (int r = first; r < last; r++) {
-                float* g = gate.data + (int64_t)r * ld_inter;
-                swiglu(g, up.data + (int64_t)r * ld_inter, c.intermediate, g);
-                for (int i = c.intermediate; i < ld_inter; i++) g[i] = 0.0f;
-            }
-            quantize(down, 1, gate.data, ld_inter, first, last);
-            team.barrier();
-            add_to_residual(&y.down, gate.data, ld_inter, t, n, adapted ? base + 6 : nullptr);
+            int r0, r1;
+            Inputs& mixed = prepare_rows(T, t, n, r0, r1);
+            quantize(o, 1, mixed.mixed.data, ld_q, r0, r1, mixed.coded);
+            prepared(t);
+            add_to_residual(&y.o, mixed.mixed.data, ld_q, mixed.coded, t, n, adapted ? base + 3 : nullptr);
+            Inputs& post = norm_rows(y.post_norm, gate_up, 2, T, t, n);
+            Inputs& product_in = gate_up_down(y, post, t, n, adapted ? lora_gu : nullptr);
+            add_to_residual(&y.down, gate.data, ld_inter, product_in.coded, t, n, adapted ? base + 6 : nullptr);
         }
         for (int i = 0; i < b->aux_n; i++)
             if (b->aux_layers[i] == c.layers) copy_aux(i, first, last);
         const Linear* head[] = {c.head};
-        share(b->wanted, t, n, first, last);
+        Inputs& in = prepare_rows(b->wanted, t, n, first, last);
         for (int r = first; r < last; r++) {
-            float* out = normed.data + (int64_t)r * ld_hidden;
+            float* out = in.normed.data + (int64_t)r * ld_hidden;
             rms_norm(h.data + (int64_t)b->rows[r] * ld_hidden, c.final_norm, c.hidden, c.eps, out);
-            if (b->hidden) memcpy(b->hidden + (int64_t)r * c.hidden, out, c.hidden * 4);
+            if (b->hidden && (!own || t == 0)) memcpy(b->hidden + (int64_t)r * c.hidden, out, c.hidden * 4);
         }
-        quantize(head, 1, normed.data, ld_hidden, first, last);
-        team.barrier();
+        quantize(head, 1, in.normed.data, ld_hidden, first, last, in.coded);
+        prepared(t);
         float* out_logits[] = {b->logits};
         const int ldv[] = {c.vocab};
-        if (b->logits && b->wanted) linears(head, 1, normed.data, ld_hidden, b->wanted, out_logits, ldv, false, t, n, nullptr);
+        if (b->logits && b->wanted)
+            linears(head, 1, in.normed.data, ld_hidden, in.coded, b->wanted, out_logits, ldv, false, t, n, nullptr);
     }
     void copy_aux(int i, int first, int last) {
         for (int r = first; r < last; r++)

@@ -81,27 +81,13 @@ static void swiglu(const float* gate, const float* up, int n, float* out) {
     }
 }
 
-// One value of a packed matrix.
-static float element(const Linear& w, int row, int k) {
-    const int panel = row / PANEL, lane = row % PANEL, q = k % CHUNK / 4, i = 4 * lane + k % 4;
-    const uint8_t* chunk = w.codes + ((int64_t)panel * (w.k_padded / CHUNK) + k / CHUNK) * chunk_bytes(w);
-    const int at = k % CHUNK * PANEL + lane;
-    if (w.kind == FP32) return ((const float*)chunk)[at];
-    if (w.kind == BF16) return bits_to_float((uint32_t)((const uint16_t*)chunk)[at] << 16);
-    float t[W];
-    auto half = [&](const uint16_t* p) { uint16_t h[W] = {*p}; store(t, load(h)); return t[0]; };
-    if (w.kind == FP16) return half((const uint16_t*)chunk + at);
-    int code;
-    if (w.bits == 8) code = chunk[64 * q + i];
-    else if (w.bits == 4) code = chunk[64 * (q / 2) + i] >> 4 * (q % 2) & 15;
-    else code = chunk[64 * (q / 4) + i] >> 2 * (q % 4) & 3;
-    if (w.bits == 3) code |= (chunk[128 + i] >> q & 1) << 2;
-    const int64_t g = ((int64_t)panel * (w.k_padded / w.group) + k / w.group) * PANEL + lane;
-    const float scale = w.scale_fp32 ? ((const float*)w.scales)[g] : half((const uint16_t*)w.scales + g);
-    return (w.kind == NF4 ? w.table[code] : (float)(code - (w.zeros ? w.zeros[g] : w.zero))) * scale;
-}
-
 // Row `row` as k floats (the token embedding).
 static void decode_row(const Linear& w, int row, float* out) {
-    for (int k = 0; k < w.k; k++) out[k] = element(w, row, k);
+    alignas(64) float own[CHUNK * PANEL];
+    for (int c = 0; c * CHUNK < w.k; c++) {
+        const float* t = own;
+        if (w.kind == FP32) t = (const float*)w.codes + ((int64_t)(row / PANEL) * (w.k_padded / CHUNK) + c) * CHUNK * PANEL;
+        else decode_chunk(w, row / PANEL, c, own);
+        for (int i = 0; i < CHUNK && c * CHUNK + i < w.k; i++) out[c * CHUNK + i] = t[i * PANEL + row % PANEL];
+    }
 }

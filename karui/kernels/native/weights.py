@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from karui.configs.errors import CorruptError, KaruiError
+from karui.kernels.native.arena import Arena
 from karui.kernels.native.library import BF16, FP16, FP32, NF4, QUANTIZED, Library, Linear, address
 from karui.kernels.qtensor import QTensor
 
@@ -41,25 +42,28 @@ class Packed:
 
 
 def pack(library: Library, name: str, weight: QTensor | torch.Tensor, bias: torch.Tensor | None = None,
-         activation_bits: int = 8) -> Packed:
+         activation_bits: int = 8, arena: Arena | None = None) -> Packed:
     """`weight` [out, in] (and bias [out]) ready for the kernels.
 
     Args:
         activation_bits: 8: activations are quantized to int8 at run time, one scale per block of 32 inputs (16 if groups have
             16), or one per token when the weight's own spec says `a8`. 16: activations stay fp32, codes are dequantized on the
             fly.
+        arena: memory for the packed tensors, so that the matrices of a model lie in the order they are read; its own when None.
 
     Raises `CorruptError` naming the tensor when scales or values are NaN or infinite.
     """
     if activation_bits not in (8, 16):
         raise KaruiError(f"activation_bits must be 8 or 16, got {activation_bits}.")
+    arena = arena or Arena()
     extra: list[torch.Tensor] = []
     if bias is not None:
-        extra.append(bias.detach().float().contiguous())
+        extra.append(arena.take(bias.detach().float()))
     if isinstance(weight, QTensor) and not _fits(weight):
         log.info("%s: %s has no kernel of its own; kept as fp32", name, weight.spec)
         weight = weight.dequantize()
-    packed = _dense(name, weight) if isinstance(weight, torch.Tensor) else _quantized(library, name, weight, activation_bits)
+    packed = (_dense(name, weight, arena) if isinstance(weight, torch.Tensor)
+              else _quantized(library, name, weight, activation_bits, arena))
     if bias is not None:
         packed.linear.bias = address(extra[0])
     return Packed(packed.linear, (*packed.tensors, *extra))
@@ -70,7 +74,7 @@ def _fits(q: QTensor) -> bool:
     return q.spec.format in ("int", "ternary", "binary", "nf4") and len(q.shape) == 2 and (group is None or group % 16 == 0)
 
 
-def _dense(name: str, w: torch.Tensor) -> Packed:
+def _dense(name: str, w: torch.Tensor, arena: Arena) -> Packed:
     w = w.detach()
     if w.dtype not in _DENSE:
         w = w.float()
@@ -80,13 +84,13 @@ def _dense(name: str, w: torch.Tensor) -> Packed:
     n_padded, k_padded = _up(n, PANEL), _up(k, CHUNK)
     padded = torch.zeros(n_padded, k_padded, dtype=w.dtype)
     padded[:n, :k] = w
-    codes = padded.view(-1, PANEL, k_padded).transpose(1, 2).contiguous()
+    codes = arena.take(padded.view(-1, PANEL, k_padded).transpose(1, 2))
     linear = Linear(kind=_DENSE[w.dtype], bits=8 * w.element_size(), n=n, k=k, k_padded=k_padded, group=k_padded, block=CHUNK,
                     act_bits=16, codes=address(codes))
     return Packed(linear, (codes,))
 
 
-def _quantized(library: Library, name: str, q: QTensor, activation_bits: int) -> Packed:
+def _quantized(library: Library, name: str, q: QTensor, activation_bits: int, arena: Arena) -> Packed:
     spec, (n, k) = q.spec, q.shape
     group = spec.group_size or 0
     k_padded = _up(k, math.lcm(CHUNK, group) if group else CHUNK)
@@ -104,13 +108,13 @@ def _quantized(library: Library, name: str, q: QTensor, activation_bits: int) ->
     if not torch.isfinite(scale.float()).all():
         raise CorruptError(f"{name} has NaN or infinite scales; the file is damaged or was never filled.")
     codes = (q.codes.reshape(n, k).to(torch.int16) + offset).to(torch.uint8).contiguous()
-    packed = torch.zeros(_up(n, PANEL) * k_padded * bits // 8 + 4096, dtype=torch.uint8)  # the tail is prefetched, not used
-    library.pack(address(codes), n, k, k_padded, bits, address(packed))
     group = group or k_padded
     scale = scale.expand(n, -1) if scale.shape[0] == 1 else scale
     scale = scale if scale.dtype == torch.float16 else scale.float()
-    scales = _by_panel(scale, n, k_padded // group)
-    zeros = None if q.zero is None else _by_panel(q.zero.expand(n, -1), n, k_padded // group)
+    scales = arena.take(_by_panel(scale, n, k_padded // group))
+    zeros = None if q.zero is None else arena.take(_by_panel(q.zero.expand(n, -1), n, k_padded // group))
+    packed = arena.zeros(_up(n, PANEL) * k_padded * bits // 8, torch.uint8)
+    library.pack(address(codes), n, k, k_padded, bits, address(packed))
     per_token = spec.activation_bits == 8
     block = (group if group % CHUNK == 0 else math.gcd(group, CHUNK)) if per_token else math.gcd(group, CHUNK)
     linear = Linear(kind=kind, bits=bits, n=n, k=k, k_padded=k_padded, group=group, block=block, per_token=int(per_token),
@@ -124,7 +128,7 @@ def _by_panel(x: torch.Tensor, n: int, groups: int) -> torch.Tensor:
     """[n, G] -> [panel, groups, 16], zeros in the padding."""
     padded = torch.zeros(_up(n, PANEL), groups, dtype=x.dtype)
     padded[:n, : x.shape[1]] = x
-    return padded.view(-1, PANEL, groups).transpose(1, 2).contiguous()
+    return padded.view(-1, PANEL, groups).transpose(1, 2)
 
 
 def _up(a: int, b: int) -> int:
