@@ -138,7 +138,8 @@ def _training_step() -> Finding:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-                             num_key_value_heads=1, max_position_embeddings=64, attn_implementation=ATTENTION)
+                             num_key_value_heads=1, max_position_embeddings=64)
+        config._attn_implementation = ATTENTION
         model = attach(LlamaForCausalLM(config), LoraStep(method="qlora", rank=2)).model
         install_lean_ops(model)
         tokens = torch.randint(0, 64, (24,))

@@ -173,13 +173,13 @@ def _plot(root: Path, trials: Sequence[Trial]) -> None:
     except ImportError:
         return
     keys = list(trials[0].values)
+    shown = [(t.values, t.loss) for t in trials if t.loss is not None]
     figure = Figure(figsize=(4.5 * len(keys), 3.5), layout="constrained")
     for at, key in enumerate(keys, 1):
         axes = figure.add_subplot(1, len(keys), at)
-        shown = [t for t in trials if t.loss is not None]
-        numbers = all(isinstance(t.values[key], (int, float)) for t in shown)
-        axes.scatter([t.values[key] if numbers else _spell(t.values[key]) for t in shown], [t.loss for t in shown])
-        if numbers and all(t.values[key] > 0 for t in shown):
+        numbers = all(isinstance(values[key], (int, float)) for values, _ in shown)
+        axes.scatter([v[key] if numbers else _spell(v[key]) for v, _ in shown], [loss for _, loss in shown])
+        if numbers and all(values[key] > 0 for values, _ in shown):
             axes.set_xscale("log")
         axes.set_xlabel(key)
         axes.set_ylabel("held-out loss" if "eval_loss" in trials[0].metrics else "training loss")

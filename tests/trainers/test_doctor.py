@@ -45,7 +45,7 @@ def test_a_check_that_breaks_is_a_finding(monkeypatch):
         raise RuntimeError("broken installation")
 
     monkeypatch.setattr("karui.adapters.lora.attach", broken)
-    assert found("training step").state == "fail" and "broken installation" in found("train step").found
+    assert found("training step").state == "fail" and "broken installation" in found("training step").found
 
 
 @pytest.mark.parametrize("login", [True, False])
