@@ -41,8 +41,8 @@ def choose(precision: Precision, device: torch.device) -> Choice:
         raise UnsupportedError("backend triton: no Triton kernel for low-precision linears is part of this build; use emulate.")
     if wanted == "te":
         raise UnsupportedError(
-            "backend te replaces whole modules and is not a GEMM of this converter; use "
-            "karui.lowprec.transformer_engine.convert, or backend emulate or scaled_mm."
+            "backend te replaces whole modules and is not a GEMM of this converter; use it in a recipe, or "
+            "karui.lowprec.transformer_engine.TransformerEngineModel; or take backend emulate or scaled_mm."
         )
     obstacle = _scaled_mm_obstacle(precision, device)
     if wanted == "scaled_mm":

@@ -10,6 +10,8 @@ tensors = low.convert(model)  # ordinary linears again
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +122,18 @@ class LowPrecision:
         if not isinstance(state, LowPrecisionState):
             raise KaruiError("no model is prepared; call prepare(model) first.")
         return state
+
+    @contextmanager
+    def high_precision(self) -> Iterator[None]:
+        """While it lasts, every GEMM runs in high precision and nothing is recorded (with frozen weights as they are kept)."""
+        state = self.state
+        before, staged = state.formats, state.staged.clone()
+        state.formats = dict.fromkeys(GEMMS, "high")
+        try:
+            yield
+        finally:
+            state.formats = before
+            state.staged.copy_(staged)
 
     def nonfinite(self) -> list[str]:
         """Layers whose input, weight or gradient held a NaN or Inf since the last step, e.g. "model.layers.3.q (gradient)"."""

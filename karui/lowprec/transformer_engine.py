@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -87,6 +88,58 @@ def convert(
         setattr(model.get_submodule(parent), leaf, module)
     logger.info("TransformerEngine %s: %d of %d linears", precision.recipe, len(built), len(reasons))
     return {n: r for n, r in reasons.items() if r}, built
+
+
+class TransformerEngineModel:
+    """A model whose linears are TransformerEngine's and whose forward passes run under its autocast with our recipe.
+
+    Raises:
+        KaruiError, UnsupportedError: as `te_recipe` and `convert` do; and for fp8-delayed, whose amax history lies in the modules
+            in a form that karui's checkpoints do not hold, so that a resumed run would differ.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        if precision.recipe == "fp8-delayed":
+            raise UnsupportedError(
+                "backend te with fp8-delayed could not be resumed exactly: TransformerEngine keeps the amax history in its own "
+                "state. Use fp8-current, or backend auto."
+            )
+        self.model, self.precision, self.enabled = model, precision, True
+        recipe = te_recipe(precision)
+        engine = _load("transformer_engine.pytorch")
+        self._plain = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+        self.reasons, self.built = convert(model, precision)
+        self._body = getattr(model, "get_decoder", lambda: model)()
+        self._forward = self._body.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with engine.autocast(enabled=self.enabled, recipe=recipe):
+                return self._forward(*args, **kwargs)
+
+        self._body.forward = forward
+
+    def lines(self) -> list[str]:
+        """What became of the linears."""
+        high = [f"{name}: high precision, {reason}" for name, reason in self.reasons.items()]
+        return [f"{len(self.built)} linears in {self.precision.recipe} by TransformerEngine", *high]
+
+    @contextmanager
+    def high_precision(self) -> Iterator[None]:
+        """While it lasts, TransformerEngine multiplies in the weights' own precision."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+    def undo(self) -> None:
+        """Put the ordinary linears back, with the trained parameters."""
+        self._body.forward = self._forward
+        for name in self.built:
+            plain, module = self._plain[name], self.built[name]
+            plain.weight, plain.bias = module.weight, module.bias if plain.bias is not None else None  # type: ignore[assignment]
+            parent, _, leaf = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), leaf, plain)
 
 
 def _te_linear(linear: nn.Linear) -> nn.Module:

@@ -15,6 +15,7 @@ The run folder:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import logging
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from karui.trainers.data import SampleSet
     from karui.trainers.stages import Stage
+    from karui.trainers.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 STAGES, OBJECTIVE = "stages.safetensors", "objective.safetensors"
@@ -48,6 +50,7 @@ class RunResult:
         is_adapter: whether `final` is an adapter.
         metrics: closing figures: loss, eval_loss_before, eval_loss, tokens_per_s, peak_memory_bytes, ...
         interrupted: the signal that stopped the run, or None.
+        tracker: still open, when it was asked for.
     """
 
     folder: Path
@@ -55,17 +58,20 @@ class RunResult:
     is_adapter: bool
     metrics: dict[str, Any] = field(default_factory=dict)
     interrupted: str | None = None
+    tracker: Tracker | None = None
 
 
 def run_recipe(
-    recipe: Recipe, *, resume: bool | str | Path | None = None, dry_run: bool = False, setup: Setup | None = None
-) -> RunResult:
+    recipe: Recipe, *, resume: bool | str | Path | None = None, dry_run: bool = False, setup: Setup | None = None,
+    hold_tracker: bool = False,
+) -> RunResult:  # fmt: skip
     """Train as the recipe says.
 
     Args:
         resume: True: from the newest checkpoint in the recipe's run folder; a path: from that checkpoint or run folder.
         dry_run: print the preflight and train nothing.
         setup: model and samples made before, for callers that bring their own; default: `prepare(recipe)`.
+        hold_tracker: leave the trackers open in the result, for what is still to be logged; the caller closes them.
 
     Raises:
         KaruiError: anything the recipe, the data, the model or a checkpoint makes impossible; says what to do.
@@ -105,7 +111,7 @@ def run_recipe(
         return RunResult(folder=folder, final=None, is_adapter=False)
     setup = setup or prepare(recipe)
     loss = setup.objective = make_objective(setup)
-    _check_isolation(recipe, loss, setup.samples)
+    _check_isolation(recipe, loss, setup)
     if recipe.run.recompute == "full":
         enable_recompute(setup.model)
     state = LoopState()
@@ -157,6 +163,8 @@ def run_recipe(
         ckpt.set_rng_state(stored["rng"][accelerator.process_index])
     where = tracking.start(accelerator, recipe, folder)
     tracker = tracking.Tracker(accelerator)
+    if main and accelerator.trackers:
+        tracker.config({"preflight": _preflight_facts(recipe, setup, accelerator.num_processes)})
     progress = make_progress(total, done=state.step, show=main, log_every=recipe.run.log_every)
     loop = Loop(recipe=recipe, accelerator=accelerator, module=module, optimizer=optimizer, samples=setup.samples,
                 held_out=setup.held_out, total=total, folder=folder, progress=progress, tracker=tracker, save=save,
@@ -178,10 +186,16 @@ def run_recipe(
                 if main:
                     _finish(setup, folder, metrics)
         accelerator.wait_for_everyone()
+    except BaseException:
+        tracker.finish()
+        raise
     finally:
-        tracker.finish()  # also ends the process group, so after the last barrier
+        tracker.leave()  # after the last barrier: what follows is the first rank's alone
+    if not hold_tracker:
+        tracker.finish()
     final = None if loop.interrupted else folder / "final"
-    return RunResult(folder=folder, final=final, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted)
+    return RunResult(folder=folder, final=final, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted,
+                     tracker=tracker if hold_tracker else None)
 
 
 @dataclass(kw_only=True)
@@ -368,14 +382,17 @@ def _check_vocabulary(model: Any, samples: SampleSet) -> None:
                          f"tokenizer and model do not belong together.")
 
 
-def _check_isolation(recipe: Recipe, loss: Any, samples: SampleSet) -> None:
+def _check_isolation(recipe: Recipe, loss: Any, setup: Setup) -> None:
     """With packing on, prove on the first samples that documents of a row do not see one another."""
     if not recipe.data.packing:
         return
     from karui.trainers.data import isolation_probe, prove_isolation
 
     loss.eval()
-    change = prove_isolation(lambda b: loss.hidden(b.tokens, b.positions, b.cu_seqlens), isolation_probe(samples))
+    with contextlib.ExitStack() as stack:
+        for stage in setup.stages:
+            stack.enter_context(stage.exact())
+        change = prove_isolation(lambda b: loss.hidden(b.tokens, b.positions, b.cu_seqlens), isolation_probe(setup.samples))
     logger.info("packing isolates documents: largest change %.1e", change)
 
 
@@ -384,6 +401,15 @@ def _data_hash(samples: SampleSet) -> str:
     for part in (samples.ids, samples.loss_mask, samples.offsets):
         digest.update(part.tobytes())
     return digest.hexdigest()[:16]
+
+
+def _preflight_facts(recipe: Recipe, setup: Setup, world: int) -> dict[str, Any]:
+    """The preflight's figures, without its sample and histogram."""
+    from karui.trainers.model import base_model
+    from karui.trainers.preflight import preflight
+
+    found = preflight(recipe, base_model(setup.model).config, setup.tokenizer, setup.samples, setup.held_out, world=world)
+    return {k: v for k, v in found.to_json().items() if k not in ("sample", "lengths")}
 
 
 def _preflight(recipe: Recipe, world: int) -> None:

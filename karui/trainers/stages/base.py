@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -73,6 +74,10 @@ class Stage:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Register what has to happen around the optimizer's steps."""
+
+    def exact(self) -> AbstractContextManager[None]:
+        """While it lasts, rows of a batch do not touch one another through this step (a scale per tensor is such a touch)."""
+        return nullcontext()
 
     def before_step(self, step: int, total: int) -> None:
         """Called before optimizer step `step` (from 0) of `total`: schedules."""

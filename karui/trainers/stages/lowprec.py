@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from karui.trainers.stages.base import Context, Stage
 
 
 class LowPrecisionStage(Stage):
-    """See `karui.lowprec`."""
+    """See `karui.lowprec`; with `backend: te`, see `karui.lowprec.transformer_engine`."""
 
     order = 40
 
@@ -20,27 +21,43 @@ class LowPrecisionStage(Stage):
         from karui.lowprec.precision import Precision
 
         super().__init__(step, context)
-        self.low = LowPrecision(Precision.of(step))
+        self.precision = Precision.of(step)
+        self.low = LowPrecision(self.precision) if step.backend != "te" else None
+        self._te: Any = None
 
     def prepare(self, model: Any) -> Any:
-        return self.low.prepare(model)
+        if self.low is not None:
+            return self.low.prepare(model)
+        from karui.lowprec.transformer_engine import TransformerEngineModel
+
+        self._te = TransformerEngineModel(model, self.precision)
+        return model
 
     def lines(self) -> list[str]:
-        return self.low.table().splitlines()
+        return self.low.table().splitlines() if self.low is not None else self._te.lines()
+
+    def exact(self) -> AbstractContextManager[None]:
+        return self.low.high_precision() if self.low is not None else self._te.high_precision()
 
     def faults(self) -> list[str]:
-        return self.low.nonfinite()
+        return self.low.nonfinite() if self.low is not None else []
 
     def after_step(self, *, skipped: bool) -> None:
+        if self.low is None:
+            return
         if not skipped:
             self.low.check_ran()
         self.low.finish_step(skipped=skipped)
 
     def state(self) -> dict[str, torch.Tensor]:
-        return dict(self.low.state.state_dict())
+        return dict(self.low.state.state_dict()) if self.low is not None else {}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.low.state.load_state_dict(dict(state))
+        if self.low is not None:
+            self.low.state.load_state_dict(dict(state))
 
     def finish(self, model: Any) -> None:
-        self.low.convert(model)
+        if self.low is not None:
+            self.low.convert(model)
+        else:
+            self._te.undo()
