@@ -5,9 +5,9 @@ activations down.
     W' = W diag(s), x' = x / s; 1 / s is folded into what feeds the linear (see `fold`), so nothing is added at run time
     then the range of each group is searched by the error of the group's own output (section 4, "clip")
 
-The loss of a candidate is || (Q(W s)/s - W) X ||^2 of all linears that share the input, computed from H = X^T X without running
-the block;
-the paper's search runs the parent module instead. alpha = 0 (no scaling) is among the candidates, so scaling never loses on it.
+The loss of a candidate is || (Q(W s)/s - W) X ||^2 of all linears that share the input, over some 512 rows of each, computed from
+H = X^T X without running the block; the paper's search runs the parent module instead. alpha = 0 (no scaling) is among the
+candidates, so scaling never loses on it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from karui.qat.search import encode, search_scale
 from karui.qat.types import LayerReport, MethodConfig
 
 log = logging.getLogger(__name__)
+ROWS = 512  # of each weight, evenly spread, judge the candidates for alpha
 
 
 class AWQConfig(MethodConfig):
@@ -112,7 +113,10 @@ def _search_alpha(
     block: Block, pair: Pair, group: Group, gram: torch.Tensor, mean: torch.Tensor, config: AWQConfig
 ) -> tuple[float, torch.Tensor]:
     best, best_alpha, best_s = float("inf"), 0.0, torch.ones_like(mean)
-    weights = [(block.linears[n].weight.detach().float(), block.specs[n]) for n in group.names]
+    weights = []
+    for n in group.names:  # rows behave alike: a part of them chooses the same alpha for a part of the work
+        w = block.linears[n].weight.detach().float()
+        weights.append((w[:: max(1, len(w) // ROWS)], block.specs[n]))
     for step in range(config.grid):
         alpha = step / config.grid
         s = mean.clamp_min(1e-4) ** alpha
