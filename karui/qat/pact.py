@@ -1,0 +1,59 @@
+"""PACT (Choi et al., arXiv 1805.06085): the clipping level of activations learned.
+
+    y = clip(x, 0, alpha),  value = round(y (2^k - 1) / alpha) alpha / (2^k - 1)                     (eq. 1, 2)
+    d value / d alpha = 1 where x >= alpha, else 0;   d value / d x = 1 inside the range, else 0       (eq. 3)
+
+alpha carries weight decay in the paper (lambda_alpha), here the optimizer's. A transformer's activations have both signs, so
+`signed` clips to +-alpha with 2^(k-1) - 1 codes on each side, and d value / d alpha is the sign where it is clipped. Weights go
+to the grid's own rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Clipped(torch.autograd.Function):
+    """(x, alpha [1]) -> value; see the equations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, alpha: torch.Tensor, high: int, signed: bool) -> torch.Tensor:
+        low = -alpha if signed else torch.zeros_like(alpha)
+        ctx.save_for_backward(x, alpha, low)
+        step = alpha / high
+        return torch.round(x.clamp(low, alpha) / step) * step
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, alpha, low = ctx.saved_tensors
+        above, below = x >= alpha, x <= low
+        signs = above.to(x.dtype) - (below & (low < 0)).to(x.dtype)
+        return grads[0] * ~(above | below), (grads[0] * signs).sum().reshape(1), None, None
+
+
+class PACT(nn.Module):
+    """Learned `alpha`, one for the whole tensor, set to the absmax of the first batch seen in training mode.
+
+    Before that batch activations pass unchanged. The engine has no static activation ranges: they shape training and end with it.
+    """
+
+    ready: torch.Tensor
+
+    def __init__(self, bits: int = 8, *, signed: bool = True) -> None:
+        super().__init__()
+        self.signed, self.high = signed, 2 ** (bits - 1) - 1 if signed else 2**bits - 1
+        self.alpha = nn.Parameter(torch.ones(1))
+        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            if not self.training:
+                return x
+            with torch.no_grad():
+                self.alpha.fill_(max(float(x.abs().max()), 1e-8))
+                self.ready.fill_(True)
+        value: torch.Tensor = Clipped.apply(x.float(), self.alpha.clamp_min(1e-8), self.high, self.signed)
+        return value.to(x.dtype)
