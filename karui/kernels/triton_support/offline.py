@@ -29,6 +29,7 @@ MODULES: tuple[str, ...] = (
     "karui.kernels.cross_entropy.triton",
     "karui.kernels.gemm_fp8.triton",
     "karui.kernels.gemm_mx.triton",
+    "karui.kernels.gemm_weight.triton",
     "karui.kernels.linear_loss.triton",
     "karui.kernels.rms_norm.triton",
     "karui.kernels.rope.triton",

@@ -1,0 +1,86 @@
+"""Reference: packed-weight products against float64 over the dequantized weight, on odd shapes and every grid.
+
+No fp8 and no float conversion of codes is involved: 4-bit codes become bf16 by their bits in the interpreter as on hardware (there in
+two instructions of inline assembly, which the interpreter cannot run: the compile test looks for them, a GPU runs this same test).
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.quantspec import QuantSpec
+from karui.kernels.gemm_weight import dequantize_weight, gemm_int8, gemm_weight, gemm_weight_dgrad, pack_weight, reference
+from karui.kernels.quantize import quantize
+
+SPECS = ["w4g32", "w4g128", "w4g64a", "w8g64", "w2g32a", "nf4", "w1.58", "w8"]
+# the interpreter cuts fp32 -> bf16 off where hardware rounds: twice the error
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def weight(spec, n, k, device, rng):
+    q = quantize(torch.randn(n, k, generator=rng, device=device), QuantSpec.parse(spec))
+    return q, pack_weight(q)
+
+
+def close(got, want, dtype):
+    assert got.dtype == dtype and got.shape == want.shape
+    assert (got.double() - want).abs().max() <= BOUND[dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize(("m", "n", "steps"), [(1, 70, 2), (5, 33, 9), (70, 16, 1)])  # 9 steps along K are split into parts
+@pytest.mark.parametrize("spec", SPECS)
+def test_forward(spec, m, n, steps, device, rng):
+    k = steps * (32 if "g32" in spec else 64 if "g64" in spec or spec == "nf4" else 128)
+    q, w = weight(spec, n, k, device, rng)
+    for dtype in (torch.bfloat16, torch.float32) if spec == "w4g32" else (torch.bfloat16,):
+        x = torch.randn(m, k, generator=rng, device=device).to(dtype)
+        close(gemm_weight(x, w, backend="triton"), x.double() @ q.dequantize().double().t(), dtype)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_backward_and_dequantize(spec, device, rng):
+    q, w = weight(spec, 37, 256, device, rng)
+    assert torch.equal(dequantize_weight(w, torch.float32, "triton"), q.dequantize())
+    for dtype in (torch.bfloat16, torch.float16):
+        dy = torch.randn(19, 37, generator=rng, device=device).to(dtype)
+        close(gemm_weight_dgrad(dy, w, "triton"), dy.double() @ q.dequantize(dtype).double(), dtype)
+
+
+def test_bias_leading_dimensions_and_the_other_order_of_halves(device, rng):
+    q, w = weight("nf4", 24, 64, device, rng)
+    turned = replace(w, data=(w.data >> 4) | (w.data << 4), high_first=True)
+    x, bias = torch.randn(2, 3, 64, generator=rng, device=device), torch.randn(24, generator=rng, device=device)
+    want = torch.nn.functional.linear(x.double(), q.dequantize().double(), bias.double())
+    for packed in (w, turned):
+        close(gemm_weight(x, packed, bias, "triton"), want, torch.float32)
+        close(gemm_weight(x, packed, bias, "torch"), want, torch.float32)
+        assert torch.equal(dequantize_weight(packed, torch.float32, "triton"), q.dequantize())
+    q4, w4 = weight("w4g32", 24, 64, device, rng)
+    swapped = replace(w4, data=(w4.data >> 4) | (w4.data << 4), high_first=True)
+    x = x.bfloat16()
+    close(gemm_weight(x, swapped, backend="triton"), x.double() @ q4.dequantize().double().t(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("spec", ["w8", "w1.58"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 70, 260), (20, 17, 96)])
+def test_int8(spec, m, n, k, device, rng):
+    q, w = weight(spec, n, k, device, rng)
+    x, bias = torch.randn(m, k, generator=rng, device=device), torch.randn(n, generator=rng, device=device)
+    torch.testing.assert_close(gemm_int8(x, w, bias, "triton"), gemm_int8(x, w, bias, "torch"), rtol=1e-5, atol=1e-5)
+    codes, scale = reference.quantize_rows(x)
+    want = (codes.double() * scale.double()) @ q.dequantize().double().t() + bias.double()
+    close(gemm_int8(x, w, bias, "triton"), want, torch.float32)
+
+
+def test_refusals(device, rng):
+    with pytest.raises(UnsupportedError, match="no packed kernel"):
+        weight("nvfp4", 4, 32, device, rng)
+    with pytest.raises(UnsupportedError, match="groups of 16"):
+        weight("w4g16", 4, 32, device, rng)
+    _, w = weight("w4g32", 4, 32, device, rng)
+    with pytest.raises(KaruiError, match="last dimension of 32"):
+        gemm_weight(torch.ones(3, 8, device=device), w)
+    with pytest.raises(UnsupportedError, match="use gemm_weight"):
+        gemm_int8(torch.ones(3, 32, device=device), w)
