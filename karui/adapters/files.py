@@ -145,6 +145,10 @@ def load_adapter(model: nn.Module, folder: str | Path, *, trainable: bool = Fals
     for name, pair in residuals.items():
         keep_residual(peft_model.get_base_model().get_submodule(name), pair)
     load_values(peft_model, values, str(path))
+    if config.is_prompt_learning:
+        from karui.adapters.soft_prompt import install
+
+        install(peft_model)
     peft_model.eval()
     return peft_model
 

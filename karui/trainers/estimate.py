@@ -38,7 +38,6 @@ from typing import Any
 
 from karui.configs.quantspec import QuantSpec
 from karui.configs.recipe import Recipe
-from karui.configs.steps import LoraStep
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _COMPUTE = {"bf16": 2, "fp16": 2}
@@ -153,18 +152,14 @@ def trained_by(recipe: Recipe, model: Any, shape: ModelShape) -> Trained:
     Raises:
         KaruiError: adapter targets that match nothing, or a rank above a matrix's dimensions.
     """
-    from karui.adapters.targets import check_rank, resolve_targets
+    from karui.adapters.size import adapter_size
 
-    steps = [s for s in recipe.prepare if isinstance(s, LoraStep)]
-    if not steps:
-        every = frozenset(x.name for x in shape.linears)
-        return Trained(targets=every, adapter=0, full=True, base=QuantSpec.parse("none"), rank=0)
-    step = steps[0]
-    targets = resolve_targets(model, step.targets)
-    check_rank(model, targets, step.rank)
-    sizes = [(m.in_features, m.out_features) for m in (model.get_submodule(t) for t in targets)]
-    adapter = sum(step.rank * (a + b) for a, b in sizes)
-    return Trained(targets=frozenset(targets), adapter=adapter, full=False, base=step.base, rank=step.rank)
+    none = QuantSpec.parse("none")
+    for step in recipe.prepare:
+        if (found := adapter_size(model, step)) is not None:
+            return Trained(targets=frozenset(found[0]), adapter=found[1], full=False, base=getattr(step, "base", none),
+                           rank=getattr(step, "rank", 0))
+    return Trained(targets=frozenset(x.name for x in shape.linears), adapter=0, full=True, base=none, rank=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from karui.configs.recipe import Recipe
-from karui.configs.steps import LoraStep
+from karui.configs.steps import Ia3Step, LoraStep, PromptStep, VeraStep
 from karui.trainers.data import SampleSet, load_samples, plan_epoch, total_steps
 from karui.trainers.data.dataset import describe
 from karui.trainers.estimate import (
@@ -298,7 +298,10 @@ def _step_text(step: Any) -> str:
     if isinstance(step, LoraStep):
         base = "" if step.base.format == "none" else f" on a {step.base} base"
         targets = step.targets if isinstance(step.targets, str) else ", ".join(step.targets)
-        return f"{step.method}: rank {step.rank}, alpha {step.alpha:g}, {targets}{base}"
+        extra = "".join([", DoRA" * step.dora, f", starts by {step.init}" * (step.init != "kaiming"),
+                         f", B learns {step.lr_ratio:g} times as fast" * (step.lr_ratio != 1),
+                         f", and whole: {', '.join(step.train_also)}" * bool(step.train_also)])
+        return f"{step.method}: rank {step.rank}, alpha {step.alpha:g}, {targets}{base}{extra}"
     return f"{getattr(step, 'method', type(step).__name__)}"
 
 
@@ -324,7 +327,7 @@ def _warnings(recipe: Recipe, shape: ModelShape, parts: dict[str, Any]) -> tuple
                    "data.max_length, or set run.recompute=full")
     if not shape.known:
         out.append("this architecture is not of the shape the memory formula describes; its activations may differ")
-    if unknown := [s for s in recipe.prepare if not isinstance(s, LoraStep)]:
+    if unknown := [s for s in recipe.prepare if not isinstance(s, (LoraStep, VeraStep, Ia3Step, PromptStep))]:
         out.append(f"memory and time of {', '.join(_step_text(s) for s in unknown)} are not predicted")
     return tuple(out)
 

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from karui.configs.steps.adapters import LoraStep
+from karui.configs.steps.adapters import Ia3Step, LoraStep, PromptStep, VeraStep
 from karui.configs.steps.lowprec import LowPrecisionStep
 from karui.configs.steps.prune import PruneStep
 
-PrepareStep = Annotated[PruneStep | LoraStep | LowPrecisionStep, Field(discriminator="method")]
+PrepareStep = Annotated[PruneStep | LoraStep | VeraStep | Ia3Step | PromptStep | LowPrecisionStep, Field(discriminator="method")]
 
-__all__ = ["LoraStep", "LowPrecisionStep", "PrepareStep", "PruneStep"]
+__all__ = ["Ia3Step", "LoraStep", "LowPrecisionStep", "PrepareStep", "PromptStep", "PruneStep", "VeraStep"]

@@ -61,3 +61,37 @@ class LoraStep(Section):
     def scaling(self) -> float:
         """s in W + s B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class VeraStep(Section):
+    """VeRA (arXiv 2310.11454): shared random projections, two trained vectors per layer."""
+
+    method: Literal["vera"]
+    rank: int = Field(256, ge=1, description="of the shared projections, which are not trained")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: str | tuple[str, ...] = Field("all-linear", description="all-linear, or names of linear layers")
+    d_initial: float = Field(0.1, description="start of the vector between the projections")
+    seed: int = Field(0, description="of the projections")
+
+
+class Ia3Step(Section):
+    """IA3 (arXiv 2205.05638): one factor per key, value and inner feed-forward value."""
+
+    method: Literal["ia3"]
+    targets: tuple[str, ...] = Field(("k_proj", "v_proj", "down_proj"), description="names of linear layers")
+    feedforward: tuple[str, ...] = Field(("down_proj",), description="targets whose input is scaled, not their output")
+
+
+class PromptStep(Section):
+    """Soft prompts: trained vectors before every sample, as embeddings (prompt, arXiv 2104.08691) or as keys and values of every
+    layer (prefix, 2101.00190)."""
+
+    method: Literal["prompt", "prefix"]
+    tokens: int = Field(20, ge=1, description="virtual tokens")
+    text: str | None = Field(None, description="prompt: start from the embeddings of this text, repeated to the length")
+
+    @model_validator(mode="after")
+    def _text_fits(self) -> PromptStep:
+        if self.text is not None and self.method == "prefix":
+            raise ValueError("text belongs to prompt; a prefix has no embeddings to start from")
+        return self

@@ -12,11 +12,26 @@ from karui.trainers.stages.base import Stage
 EVA_TOKENS, EVA_BATCHES = 2048, 16
 
 
-class LoraStage(Stage):
-    """See `karui.adapters.lora`, and `karui.adapters.lora_plus` for the groups of the optimizer."""
+class AdapterStage(Stage):
+    """What the kinds share: the files."""
 
     order = 30
     is_adapter = True
+
+    def save(self, model: Any, folder: Path) -> None:
+        from karui.adapters.files import write_adapter
+
+        write_adapter(model, folder, base=self.context.base, base_name=self.context.recipe.model.name,
+                      base_spec=getattr(self.step, "base", None))
+
+    def restore(self, model: Any, folder: Path) -> None:
+        from karui.adapters.files import adapter_values, load_values
+
+        load_values(model, adapter_values(folder), str(folder))
+
+
+class LoraStage(AdapterStage):
+    """See `karui.adapters.lora`, and `karui.adapters.lora_plus` for the groups of the optimizer."""
 
     def prepare(self, model: Any) -> Any:
         from karui.adapters.lora import attach
@@ -28,11 +43,6 @@ class LoraStage(Stage):
 
         return plus_groups(model, groups, ratio=self.step.lr_ratio, embedding_lr=self.step.embedding_lr,
                            lr=self.context.recipe.optim.lr)
-
-    def save(self, model: Any, folder: Path) -> None:
-        from karui.adapters.files import write_adapter
-
-        write_adapter(model, folder, base=self.context.base, base_name=self.context.recipe.model.name, base_spec=self.step.base)
 
     def restore(self, model: Any, folder: Path) -> None:
         from karui.adapters.files import resume_values
@@ -67,3 +77,30 @@ class LoraStage(Stage):
                 if f"{name}.weight" in file.keys():  # noqa: SIM118
                     return file.get_tensor(f"{name}.weight")
         raise KaruiError(f"{self.context.model_folder} has no {name}.weight, needed to make the checkpoint's base again.")
+
+
+class VeraStage(AdapterStage):
+    """See `karui.adapters.vera`."""
+
+    def prepare(self, model: Any) -> Any:
+        from karui.adapters.vera import attach_vera
+
+        return attach_vera(model, self.step)
+
+
+class Ia3Stage(AdapterStage):
+    """See `karui.adapters.ia3`."""
+
+    def prepare(self, model: Any) -> Any:
+        from karui.adapters.ia3 import attach_ia3
+
+        return attach_ia3(model, self.step)
+
+
+class PromptStage(AdapterStage):
+    """See `karui.adapters.soft_prompt`."""
+
+    def prepare(self, model: Any) -> Any:
+        from karui.adapters.soft_prompt import attach_prompt
+
+        return attach_prompt(model, self.step, self.context.tokenizer)
