@@ -15,7 +15,8 @@ from peft.tuners.lora.layer import Linear as PeftLoraLinear
 from torch import nn
 
 from karui.adapters.quantized_linear import QuantizedLinear
-from karui.kernels.lora import lora_linear
+from karui.kernels.lora import gated_lora_linear, lora_linear
+from karui.kernels.swiglu import swiglu
 
 
 class FusedLoraLinear(PeftLoraLinear):
@@ -25,12 +26,25 @@ class FusedLoraLinear(PeftLoraLinear):
         adapter = self._fusable(x) if not args and not kwargs else None
         if adapter is None:
             return super().forward(x, *args, **kwargs)
+        dtype = _compute_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return lora_linear(x.to(dtype), *self._parts(adapter, dtype))
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """The layer's output for silu(gate) * up, which is not kept for the backward pass."""
+        adapter = self._fusable(gate)
+        if adapter is None:
+            return self(swiglu(gate, up))
+        dtype = _compute_dtype(gate)
+        with torch.autocast(gate.device.type, enabled=False):
+            return gated_lora_linear(gate.to(dtype), up.to(dtype), *self._parts(adapter, dtype))
+
+    def _parts(self, adapter: str, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Weight, bias, A, B and scaling."""
         base: Any = self.base_layer
         a: Any = self.lora_A[adapter].weight
         b: Any = self.lora_B[adapter].weight
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        with torch.autocast(x.device.type, enabled=False):
-            return lora_linear(x.to(dtype), _Weight(base), base.bias, a.to(dtype), b.to(dtype), self.scaling[adapter])
+        return _Weight(base), base.bias, a.to(dtype), b.to(dtype), self.scaling[adapter]
 
     def _fusable(self, x: torch.Tensor) -> str | None:
         """The one active adapter that the fused form can serve, else None."""
@@ -45,6 +59,10 @@ class FusedLoraLinear(PeftLoraLinear):
         if type(self.base_layer) is QuantizedLinear:
             return adapter
         return adapter if type(self.base_layer) is nn.Linear and not self.base_layer.weight.requires_grad else None
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 class _Weight:

@@ -1,7 +1,11 @@
 """Causal attention inside each document of a ragged row: work and memory grow with sum(length^2), no [T, T] mask exists.
 
-On CPU one autograd node runs torch's flash kernel per document and writes into one output, which is all that is kept besides
-q, k, v and a log-sum-exp per token and head. Elsewhere: `scaled_dot_product_attention` per document.
+With `shared` the first document is a prefix of all others: they see its rows as if each began with them, so that a system prompt
+that many samples open with is computed once. Rotary embedding (arXiv 2104.09864, halves against halves) can be left to the
+attention: q and k are then rotated on the way, and neither rotated copy exists.
+
+On CPU one autograd node keeps q, k, v, the output and a log-sum-exp per token and head; it runs a native kernel, or torch's flash
+kernel per document. Elsewhere: `scaled_dot_product_attention` per document.
 """
 
 from __future__ import annotations
@@ -10,9 +14,20 @@ from typing import Any
 
 import torch
 
+from karui.kernels.native import train as native
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
 
 def document_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scaling: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scaling: float,
+    *,
+    shared: bool = False,
+    rotary: Rotary | None = None,
 ) -> torch.Tensor:
     """Attention output [1, T, heads, D], each token seeing the tokens of its own document up to itself.
 
@@ -21,15 +36,62 @@ def document_attention(
         k, v: [1, kv_heads, T, D]; kv_heads divides heads.
         cu_seqlens: [documents + 1] integers, from 0 to T: where documents begin.
         scaling: factor on q k^T.
+        shared: the first document is seen by all others, before their own rows.
+        rotary: cosine and sine [T, D] to rotate q and k by, q cos + rotate_half(q) sin; None: they are as they should be.
     """
     bounds = cu_seqlens.tolist()
-    if q.device.type == "cpu" and q.dtype != torch.float64:
+    if native.attention_usable(q, k, v, bounds):
+        cosine, sine = (t.contiguous() for t in rotary) if rotary else (None, None)
+        return _NativeAttention.apply(q, k, v, bounds, scaling, shared, cosine, sine)
+    if rotary:
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+    if q.device.type == "cpu" and q.dtype != torch.float64 and not shared:
         return _DocumentAttention.apply(q, k, v, bounds, scaling)
     lengths = [e - s for s, e in zip(bounds, bounds[1:])]
-    parts = zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2))
+    parts = zip(q.split(lengths, 2), *(_with_prefix(t.split(lengths, 2), shared) for t in (k, v)))
     attend = torch.nn.functional.scaled_dot_product_attention
-    outs = [attend(qd, kd, vd, is_causal=True, scale=scaling, enable_gqa=True) for qd, kd, vd in parts]
+    outs = []
+    for qd, kd, vd in parts:
+        own, seen = qd.shape[2], kd.shape[2]
+        mask = None if own == seen else torch.ones(own, seen, dtype=torch.bool, device=q.device).tril(seen - own)
+        outs.append(attend(qd, kd, vd, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True))
     return torch.cat(outs, 2).transpose(1, 2)
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """x cos + rotate_half(x) sin."""
+    low, high = x.chunk(2, -1)
+    return x * cosine + torch.cat((-high, low), -1) * sine
+
+
+def _with_prefix(parts: tuple[torch.Tensor, ...], shared: bool) -> tuple[torch.Tensor, ...]:
+    return (parts[0], *(torch.cat((parts[0], p), 2) for p in parts[1:])) if shared else parts
+
+
+class _NativeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], scaling: float, shared: bool,
+        cosine: torch.Tensor | None, sine: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out, lse = native.attention(q, k, v, bounds, scaling, shared, cosine, sine)
+        ctx.save_for_backward(q, k, v, out, lse, cosine, sine)
+        ctx.how = bounds, scaling, shared
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, cosine, sine = ctx.saved_tensors
+        dq, dk, dv = native.attention_backward(grads[0].contiguous(), q, k, v, out, lse, *ctx.how, cosine, sine)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None, None, None, None, None
+
+
+def _refused(q: torch.Tensor) -> str:
+    if q.shape[-1] > 256:
+        return f"a head dimension of {q.shape[-1]}, more than 256"
+    if q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype}, which tensor cores would round"
+    return f"dtype {q.dtype}" if q.dtype == torch.float64 else ""
 
 
 class _DocumentAttention(torch.autograd.Function):

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from karui.kernels.native import train as native
+
 from karui.kernels.triton_support import Backend, use_triton
 
 _MAX_WIDTH = 32_768  # one program holds a row
@@ -37,6 +39,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, backend: Backend
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.is_contiguous() and native.usable(x, weight):
+            out, rstd = native.rms_norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, rstd.view(*x.shape[:-1], 1))
+            return out
         exact = x if x.dtype == torch.float64 else x.float()
         width = x.shape[-1]
         # a row's dot product with itself: no [rows, H] tensor of squares
@@ -48,6 +54,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         dy = grads[0]
+        if not ctx.needs_input_grad[1] and x.is_contiguous() and native.usable(x, weight, dy):
+            return native.rms_norm_backward(dy.contiguous(), x, weight, rstd), None, None
         exact = x if x.dtype == torch.float64 else x.float()
         normed = exact * rstd
         dx = dweight = None

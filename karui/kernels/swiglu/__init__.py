@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from karui.kernels.native import train as native
+
 from karui.kernels.triton_support import Backend, use_triton
 
 
@@ -26,12 +28,27 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return torch.nn.functional.silu(gate).mul_(up)
+        return product(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
-        (dy,) = grads
-        dup = torch.nn.functional.silu(gate).mul_(dy)
-        dgate = torch.ops.aten.silu_backward(dy * up, gate)
-        return dgate, dup
+        return gradients(grads[0], gate, up)[:2]
+
+
+def product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up without autograd."""
+    if gate.is_contiguous() and up.is_contiguous() and native.usable(gate, up):
+        return native.swiglu(gate, up)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def gradients(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, again: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dgate, dup) and, with `again`, the product once more, in the same pass over memory."""
+    if gate.is_contiguous() and up.is_contiguous() and native.usable(gate, up, dy):
+        return native.swiglu_backward(dy.contiguous(), gate, up, again)
+    silu = torch.nn.functional.silu(gate)
+    dgate = torch.ops.aten.silu_backward(dy * up, gate)
+    return dgate, silu * dy, silu.mul_(up) if again else None
