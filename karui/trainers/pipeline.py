@@ -96,6 +96,7 @@ def export_run(
     from karui.catalogue import resolve
     from karui.inference.bundle.export import export_model
     from karui.inference.bundle.staging import check_target
+    from karui.qat.methods import method as find_method
     from karui.trainers.calibrated import Calibration, calibrate, held_out_sequences
     from karui.trainers.converted import load_converted
     from karui.trainers.merging import choose_merge
@@ -120,17 +121,21 @@ def export_run(
     )
     spec = QuantSpec.parse(str(spec))
     notes: dict[str, Any] = {"run": folder.name}
-    if quantized and how is not None and how.method != "rtn":
+    how = how or Calibration()
+    if quantized and how.method != "rtn":
         raise KaruiError(f"{folder} was trained on its grid, so method {how.method} has nothing to find; leave the method out.")
     if not quantized:
         check_target(Path(output), overwrite=False)  # before the work
-    if adapter is not None and base is not None:
+    if adapter is not None and base is not None and merge == "auto" and find_method(how.method).calibrates:
+        # What such a method loses to the grid is small beside what the other base's rounding errors cost (docs/log.md, Export).
+        console.print(f"  merged into the dequantized {base} base, as trained; {how.method} finds a grid for the sum")
+        notes["merge"] = {"base": str(base), "why": f"calibrated with {how.method}"}
+    elif adapter is not None and base is not None:
         choice = choose_merge(source, adapter, base, spec, held_out_sequences(recipe, source), merge)
         base = choice.base
         notes["merge"] = choice.facts()
         console.print(f"  {choice.line()}")
     if not quantized and spec.format != "none":
-        how = how or Calibration()
         found = calibrate(recipe, source, spec, how, adapter=adapter, base=base)
         quantized = found.model.changed
         notes["quantization"] = json.loads(json.dumps(found.facts(), default=str))
