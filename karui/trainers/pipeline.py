@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from karui.trainers.run import RunResult
 
 
+DRAFT_FILES = ("eagle3.safetensors", "medusa.safetensors")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineResult:
     """What a whole run left: the training's result, one bundle per export, and the closing comparison (base first)."""
@@ -163,6 +166,10 @@ def export_run(
         )
     console.print(f"  {report.bundle_bytes / 1e6:.1f} MB, {report.bundle_bytes / report.fp32_bytes:.3f} of the fp32 size")
     console.print("  parity: " + _figures(report.manifest.parity))
+    if any((folder / "final" / name).is_file() for name in DRAFT_FILES):
+        from karui.trainers.objectives.drafts import pack_drafts
+
+        console.print(f"  packed {', '.join(pack_drafts(folder / 'final', report.path))}")
     return report
 
 

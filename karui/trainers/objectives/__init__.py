@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from karui.configs.objectives import DistilObjective, OnPolicyObjective
+from karui.configs.objectives import DistilObjective, Eagle3Objective, MedusaObjective, OnPolicyObjective
 
 if TYPE_CHECKING:
     from karui.trainers.model import LossSum
@@ -26,6 +26,10 @@ def make_objective(setup: Setup) -> LossSum:
         from karui.trainers.objectives.on_policy import make as make_on_policy
 
         return make_on_policy(setup)
+    if isinstance(section, MedusaObjective | Eagle3Objective):
+        from karui.trainers.objectives.drafts import make as make_draft
+
+        return make_draft(setup)
     from karui.trainers.model import LossSum
 
     return LossSum(setup.model, section.chunk_tokens)

@@ -254,6 +254,14 @@ def chosen_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
     return out
 
 
+@torch.no_grad()
+def likeliest(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Tensor:
+    """[N] argmax of hidden @ weight.T, chunk by chunk."""
+    weight = weight.to(hidden.dtype)
+    parts = [(hidden[a : a + chunk] @ weight.T).argmax(-1) for a in range(0, len(hidden), chunk)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=hidden.device)
+
+
 def _most(count: int) -> int:
     """The largest count over all ranks: every rank runs as many micro-batches."""
     from accelerate import PartialState

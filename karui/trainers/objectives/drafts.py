@@ -1,0 +1,209 @@
+"""`objective: draft-eagle3` and `draft-medusa`: train a draft on the frozen model's hidden states, recorded as they are computed.
+
+What is trained is the draft alone; `final/` holds the model as it was and the draft's file beside it, and an export packs the
+draft into the bundle, where `speculation: eagle3` or `medusa` finds it. The held-out loss is the draft's.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.objectives import Eagle3Objective, MedusaObjective
+from karui.distill import capture
+from karui.distill.drafts.eagle3 import acceptance_length, eagle3_loss
+from karui.distill.drafts.medusa import medusa_loss
+from karui.trainers.data import IGNORE, PackedBatch, SampleSet
+from karui.trainers.model import LossSum, base_model
+
+if TYPE_CHECKING:
+    from karui.trainers.run import Setup
+
+
+class Draft(LossSum):
+    """Shared: the model is frozen and stays in eval mode; the draft is this module's only trained part."""
+
+    draft: Any
+
+    def __init__(self, model: nn.Module, chunk: int) -> None:
+        super().__init__(model, chunk)
+        if hasattr(model, "get_base_model"):
+            raise UnsupportedError("a draft is trained for a model as it is served; merge the adapter first (an exported run), "
+                                   "then train the draft on that.")
+        model.requires_grad_(False)
+        self.figures: list[list[float]] = []
+
+    def before_step(self, step: int, total: int) -> None:
+        self.figures = []
+
+    def note(self, at: int, *values: float) -> None:
+        while len(self.figures) <= at:
+            self.figures.append([0.0] * len(values))
+        self.figures[at] = [a + b for a, b in zip(self.figures[at], values)]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return dict(self.draft.state_dict())
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.draft.load_state_dict(dict(state))
+
+    def of(self, batch: PackedBatch) -> torch.Tensor:
+        figures = [list(f) for f in self.figures]
+        loss: torch.Tensor = self(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
+        self.figures = figures
+        return loss
+
+
+class Eagle3Draft(Draft):
+    """See `karui.distill.drafts.eagle3`."""
+
+    def __init__(self, model: nn.Module, section: Eagle3Objective, samples: SampleSet) -> None:
+        from dataclasses import replace
+
+        from karui.inference.models.config import from_hf
+        from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config
+
+        super().__init__(model, section.chunk_tokens)
+        self.section = section
+        target = from_hf(base_model(model).config.to_dict())  # type: ignore[union-attr,operator]
+        ids = frequent_tokens(samples, section.vocabulary, target.vocab_size)
+        config = Eagle3Config.of(target, len(ids))
+        if section.intermediate:
+            config = replace(config, intermediate_size=section.intermediate)
+        self.draft = Eagle3(config, ids)
+        self.register_buffer("ids", ids, persistent=False)
+        head = base_model(model).get_output_embeddings().weight.detach()  # type: ignore[operator]
+        with torch.no_grad():
+            self.draft.lm_head.weight.copy_(head[ids])
+        self.register_buffer("head", head[ids].float().clone(), persistent=False)
+
+    def metrics(self) -> dict[str, float]:
+        """The last micro-batches' means by pass, and the acceptance length they promise for a greedy chain."""
+        passes = [(loss, int(rows), int(right)) for loss, rows, right in self.figures]
+        out = {f"right_{i}": right / max(1, rows) for i, (_, rows, right) in enumerate(passes)}
+        return {**out, "acceptance_length": acceptance_length(passes)}
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        from karui.trainers.objectives.on_policy import likeliest
+
+        section, model = self.section, base_model(self.model)
+        body = model.get_decoder()  # type: ignore[operator]
+        layers = self.draft.config.aux_layers
+        with torch.no_grad(), capture.depths(body.layers, layers) as states:
+            hidden = self.hidden(tokens, positions, cu_seqlens).float()
+            embeddings = body.embed_tokens(tokens).float()
+            best = likeliest(hidden, model.get_output_embeddings().weight, self.chunk)  # type: ignore[operator]
+        aux = torch.cat([states[d].float() for d in layers], -1)
+        total = torch.zeros((), device=tokens.device)
+        for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+            supervised = targets[a:b] != IGNORE
+            if b - a < 3 or not bool(supervised.any()):
+                continue
+            found = eagle3_loss(
+                self.draft, aux=aux[a:b], embeddings=embeddings[a:b], hidden=hidden[a:b], head=self.head, ids=self.ids,
+                best=best[a:b], supervised=supervised, steps=section.steps, decay=section.decay, soft=section.soft,
+                chunk=self.chunk)
+            total = total + found.loss_sum
+            for i, figures in enumerate(found.by_pass):
+                self.note(i, *figures)
+        # without a usable row the graph must still reach every parameter (DDP waits for all of them)
+        return total if total.requires_grad else total + 0.0 * sum(p.sum() for p in self.draft.parameters())
+
+    def save(self, folder: Path) -> None:
+        from karui.inference.speculative.factory import save_eagle3
+
+        save_eagle3(self.draft, folder)
+
+
+class MedusaDraft(Draft):
+    """See `karui.distill.drafts.medusa`. The vocabulary projections start as the model's head."""
+
+    def __init__(self, model: nn.Module, section: MedusaObjective) -> None:
+        from karui.inference.speculative.medusa import MedusaHeads
+
+        super().__init__(model, section.chunk_tokens)
+        self.section = section
+        head = base_model(model).get_output_embeddings().weight.detach().float()  # type: ignore[operator]
+        self.draft = MedusaHeads(section.heads, head.shape[1], head.shape[0])
+        with torch.no_grad():
+            for part in self.draft.heads:
+                part[1].weight.copy_(head)
+
+    def metrics(self) -> dict[str, float]:
+        return {f"loss_head_{i}": loss / max(1, rows) for i, (loss, rows) in enumerate(self.figures)}
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = self.hidden(tokens, positions, cu_seqlens).float()
+        total = torch.zeros((), device=tokens.device)
+        for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+            part, figures = medusa_loss(self.draft, hidden=hidden[a:b], targets=targets[a:b], supervised=targets[a:b] != IGNORE,
+                                        decay=self.section.decay, chunk=self.chunk)
+            total = total + part
+            for i, pair in enumerate(figures):
+                self.note(i, *pair)
+        return total
+
+    def save(self, folder: Path) -> None:
+        from karui.inference.speculative.factory import save_medusa
+
+        save_medusa(self.draft, folder)
+
+
+def frequent_tokens(samples: SampleSet, count: int, vocabulary: int) -> torch.Tensor:
+    """[min(count, V)] ascending ids of the supervised tokens seen most; ties and the rest by id."""
+    seen = np.bincount(np.asarray(samples.ids)[np.asarray(samples.loss_mask)], minlength=vocabulary)
+    order = np.argsort(-seen, kind="stable")[: min(count, vocabulary)]
+    return torch.from_numpy(np.sort(order).astype(np.int64))
+
+
+def pack_drafts(source: Path, bundle: Path) -> list[str]:
+    """Copy the draft files of a run's final/ into a bundle of the same model; returns their names.
+
+    Raises:
+        KaruiError: the draft was trained for a model of another shape.
+    """
+    from karui.inference.bundle import open_model
+    from karui.inference.models.config import from_hf
+    from karui.inference.speculative.factory import EAGLE3_FILE, MEDUSA_FILE, load_eagle3, load_medusa
+
+    packed = []
+    target = from_hf(open_model(bundle).config)
+    for name in (EAGLE3_FILE, MEDUSA_FILE):
+        if not (source / name).is_file():
+            continue
+        if name == EAGLE3_FILE:
+            c = load_eagle3(source).config
+            fits = (c.hidden_size, c.vocab_size) == (target.hidden_size, target.vocab_size)
+            fits &= max(c.aux_layers) < target.num_layers
+        else:
+            heads, _ = load_medusa(source)
+            fits = (heads.hidden_size, heads.vocab_size) == (target.hidden_size, target.vocab_size)
+        if not fits:
+            raise KaruiError(f"{source / name} is a draft for another model than {bundle} (hidden size {target.hidden_size}, "
+                             f"{target.vocab_size} tokens, {target.num_layers} layers); train one for it.")
+        scratch = bundle / f".{name}.tmp"
+        shutil.copyfile(source / name, scratch)
+        scratch.replace(bundle / name)
+        packed.append(name)
+    return packed
+
+
+def make(setup: Setup) -> Draft:
+    """The draft objective of a prepared run."""
+    section = setup.recipe.objective
+    if isinstance(section, Eagle3Objective):
+        return Eagle3Draft(setup.model, section, setup.samples)
+    assert isinstance(section, MedusaObjective)
+    return MedusaDraft(setup.model, section)
