@@ -113,6 +113,26 @@ def doctor() -> None:
 
 
 @app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
+    gpu: Annotated[str, typer.Option(help="A100, L40S, H100, H200, B200, RTX 4090 or RTX 5090; it need not be there.")],
+    overrides: Set = None,
+    method: Annotated[str | None, typer.Option(help="Plan this low precision in place of the recipe's, e.g. nvfp4.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens per micro-batch; default: the recipe's.")] = None,
+    as_json: Json = None,
+) -> None:
+    """Per layer: precision, what multiplies, padding, predicted speed-up and memory of low-precision training on a GPU."""
+    from karui.configs.recipe import Recipe
+    from karui.trainers import precision_plan as planning
+
+    result = planning.plan_recipe(Recipe.load(recipe, overrides or ()), gpu, tokens=tokens, method=method)
+    _table(list(planning.COLUMNS), planning.rows(result))
+    for line in planning.lines(result):
+        typer.echo(line)
+    _write_json(as_json, planning.as_json(result))
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the bundle goes; must not exist.")],

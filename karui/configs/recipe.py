@@ -20,6 +20,7 @@ from karui.configs.objectives import ObjectiveSection, SftObjective
 from karui.configs.quantspec import QuantSpec
 from karui.configs.section import Section
 from karui.configs.steps import PrepareStep
+from karui.configs.steps.lowprec import OptimizerName
 
 
 class ModelSection(Section):
@@ -58,7 +59,7 @@ class DataSection(Section):
 class OptimSection(Section):
     """How it is minimised. Batches are counted in samples per optimizer step over all ranks."""
 
-    name: Literal["adamw"] = "adamw"
+    name: OptimizerName = Field("adamw", description="8 bits or fp8: states of one byte; paged: states in main memory")
     lr: float = Field(2e-4, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -98,10 +99,11 @@ class RunSection(Section):
 class TrackSection(Section):
     """Where metrics go, through accelerate's trackers."""
 
-    to: Literal["wandb", "tensorboard", "none"] = Field("wandb", description="wandb runs offline without a login")
+    to: Literal["wandb", "tensorboard", "trackio", "none"] = Field("wandb", description="wandb runs offline without a login")
     project: str = "karui"
     name: str | None = Field(None, description="run name; null: the recipe's")
     tags: tuple[str, ...] = ()
+    artifact: bool = Field(True, description="exported bundles become artifacts of a W&B run")
 
 
 class ExportSection(Section):

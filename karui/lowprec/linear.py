@@ -65,6 +65,7 @@ class LowPrecisionLinear(nn.Linear):
     backend: str
     _plans: dict[tuple[GemmFormat, ...], Plan]
     _kept: dict[Gemm, Coded]
+    _one_copy: bool = False  # the codes of W, transposed, are those of its transpose
 
     @classmethod
     def wrap(cls, linear: nn.Linear, state: LowPrecisionState, layer: int, backend: str) -> LowPrecisionLinear:
@@ -105,7 +106,8 @@ class LowPrecisionLinear(nn.Linear):
     def kept(self, gemm: Gemm) -> Coded | None:
         """A frozen weight's codes for fprop (W) or dgrad (W transposed)."""
         if gemm not in self._kept:
-            return None
+            shared = self.kept("fprop") if gemm == "dgrad" and self._one_copy else None
+            return None if shared is None else transpose(shared)
         like = self._kept[gemm]
         return rebuild(like, {name: getattr(self, f"{gemm}_{name}") for name in tensors_of(like)})
 
@@ -116,7 +118,9 @@ class LowPrecisionLinear(nn.Linear):
         wanted: list[tuple[Gemm, torch.Tensor]] = [("fprop", self.weight), ("dgrad", self.weight.t())]
         if any(plan.operands[gemm][1].format == "high" for gemm, _ in wanted):
             return  # a GEMM in high precision reads the weight itself
-        for gemm, w in wanted:
+        (left, mine), (right, theirs) = ((plan.operands[g][1], plan.library[g]) for g in ("fprop", "dgrad"))
+        self._one_copy = left == right and left.symmetric and mine == theirs
+        for gemm, w in wanted[: 1 if self._one_copy else 2]:
             coded = encode(w, plan.operands[gemm][1], compat=plan.library[gemm])
             for name, tensor in tensors_of(coded).items():
                 self.register_buffer(f"{gemm}_{name}", tensor.detach().contiguous())

@@ -21,7 +21,10 @@ from karui.lowprec.precision import GEMMS, Gemm, GemmFormat, Precision
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Datasheet limits, dense, with fp32 accumulation: TFLOP/s by operand width (0: not in hardware), GB, TB/s, sm version."""
+    """Datasheet limits, dense, with fp32 accumulation: TFLOP/s by operand width (0: not in hardware), GB, TB/s, sm version.
+
+    `source` is the paper, `checked` which of its values were compared with a copy of it.
+    """
 
     name: str
     sm: int
@@ -31,6 +34,7 @@ class Gpu:
     memory_gb: float
     bandwidth_tb: float
     source: str
+    checked: str
 
     @property
     def block_scaled(self) -> bool:
@@ -38,36 +42,27 @@ class Gpu:
         return self.sm >= 100
 
 
+# The sources are NVIDIA's papers; values were compared with copies of their tables on third parties' pages, sparse rates halved.
 GPUS = {
     g.name: g
     for g in (
-        Gpu(name="A100", sm=80, bf16=312, fp8=0, fp4=0, memory_gb=80, bandwidth_tb=2.04, source="A100 80GB SXM datasheet"),
-        Gpu(name="L40S", sm=89, bf16=362, fp8=733, fp4=0, memory_gb=48, bandwidth_tb=0.864, source="L40S datasheet"),
-        Gpu(name="H100", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=80, bandwidth_tb=3.35, source="H100 SXM datasheet"),
-        Gpu(name="H200", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=141, bandwidth_tb=4.8, source="H200 SXM datasheet"),
-        Gpu(name="B200", sm=100, bf16=2250, fp8=4500, fp4=9000, memory_gb=180, bandwidth_tb=7.7, source="HGX B200 datasheet"),
-        Gpu(
-            name="RTX 4090",
-            sm=89,
-            bf16=165,
-            fp8=330,
-            fp4=0,
-            memory_gb=24,
-            bandwidth_tb=1.008,
-            source="Ada architecture whitepaper",
-        ),
-        Gpu(
-            name="RTX 5090",
-            sm=120,
-            bf16=209.5,
-            fp8=419,
-            fp4=1676,
-            memory_gb=32,
-            bandwidth_tb=1.792,
+        Gpu(name="A100", sm=80, bf16=312, fp8=0, fp4=0, memory_gb=80, bandwidth_tb=2.039,
+            source="A100 80GB SXM datasheet", checked="all values"),
+        Gpu(name="L40S", sm=89, bf16=362, fp8=733, fp4=0, memory_gb=48, bandwidth_tb=0.864,
+            source="L40S datasheet", checked="all values"),
+        Gpu(name="H100", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=80, bandwidth_tb=3.35,
+            source="H100 SXM datasheet", checked="all values"),
+        Gpu(name="H200", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=141, bandwidth_tb=4.8,
+            source="H200 SXM datasheet", checked="all values"),
+        Gpu(name="B200", sm=100, bf16=2250, fp8=4500, fp4=9000, memory_gb=180, bandwidth_tb=7.7,
+            source="HGX B200 datasheet", checked="all values, of the 1,000 W HGX board"),
+        Gpu(name="RTX 4090", sm=89, bf16=165.2, fp8=330.3, fp4=0, memory_gb=24, bandwidth_tb=1.008,
+            source="Ada architecture whitepaper", checked="all values"),
+        Gpu(name="RTX 5090", sm=120, bf16=209.5, fp8=419, fp4=1676, memory_gb=32, bandwidth_tb=1.792,
             source="RTX Blackwell architecture whitepaper",
-        ),  # fmt: skip
+            checked="fp4, memory, bandwidth; bf16 and fp8 with fp32 sums are taken as a quarter of the published sparse rates"),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +74,7 @@ class LayerPlan:
         hardware: what multiplies: "fp8 tensor cores", "fp4 tensor cores", or "emulated in bf16" where the GPU lacks the format.
         speed_up: of the three GEMMs against bf16; 1 for layers that stay high.
         saved_bytes: activations kept for the backward pass, 16 bit minus what this layer keeps.
+        seconds, high_seconds: the GEMMs of one micro-batch as planned, and in bf16.
     """
 
     name: str
@@ -88,6 +84,8 @@ class LayerPlan:
     padding: str
     speed_up: float
     saved_bytes: int
+    seconds: float
+    high_seconds: float
 
 
 def find_gpu(name: str) -> Gpu:
@@ -114,12 +112,12 @@ def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         shape = (tokens, linear.in_features, linear.out_features)
-        if reason:
-            out.append(LayerPlan(name=name, formats="high", hardware="bf16 tensor cores", reason=reason, padding="", speed_up=1.0,
-                                 saved_bytes=0))  # fmt: skip
-            continue
         gemms: tuple[Gemm, ...] = GEMMS if linear.weight.requires_grad else ("fprop", "dgrad")
         high = sum(_seconds(card, "high", shape) for _ in gemms)
+        if reason:
+            out.append(LayerPlan(name=name, formats="high", hardware="bf16 tensor cores", reason=reason, padding="", speed_up=1.0,
+                                 saved_bytes=0, seconds=high, high_seconds=high))  # fmt: skip
+            continue
         low = sum(_seconds(card, formats[g], shape) for g in gemms)
         lacking = sorted({formats[g] for g in gemms if formats[g] != "high" and not _peak(card, formats[g])})
         width = {_width(formats[g]) for g in gemms if formats[g] != "high"}
@@ -133,6 +131,8 @@ def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -
                 reason=f"{card.name} has no {', '.join(lacking)}" if lacking else f"sm_{card.sm}",
                 padding=padding(linear, precision),
                 speed_up=high / low,
+                seconds=low,
+                high_seconds=high,
                 saved_bytes=tokens * linear.in_features if kept_as_codes else 0,
             )
         )

@@ -41,6 +41,9 @@ _ROUNDING = {"optim.micro_tokens", "objective.chunk_tokens", "run.recompute", "r
              "data.packing"}
 
 
+_LIKE_ITS_PARAMETER = {"exp_avg", "exp_avg_sq", "exp_root", "momentum_buffer", "variance"}
+
+
 def write_checkpoint(run: Path, step: int, state: Mapping[str, Any], optimizer: Mapping[str, torch.Tensor],
                      save_weights: Callable[[Path], None], keep: int) -> Path:
     """Write `run/checkpoint-N` and remove all but the newest `keep`.
@@ -168,14 +171,15 @@ def restore_optimizer(
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
-        if name not in trained or (value.ndim and value.shape != trained[name].shape):
+        if name not in trained or (kind in _LIKE_ITS_PARAMETER and value.shape != trained[name].shape):
             raise CorruptError(f"{source}: optimizer state {key!r} {tuple(value.shape)} fits no trained parameter of this model.")
         by_name.setdefault(name, {})[kind] = value
     if tensors and (missing := sorted(set(trained) - set(by_name))):
         raise CorruptError(f"{source}: {len(missing)} trained parameters have no optimizer state, first {missing[0]!r}.")
     for name, kinds in by_name.items():
         parameter = trained[name]
-        optimizer.state[parameter] = {k: v.clone() if k == "step" else split_like(v, parameter) for k, v in kinds.items()}
+        optimizer.state[parameter] = {k: v.clone() if k == "step" or v.shape != parameter.shape else split_like(v, parameter)
+                                      for k, v in kinds.items()}
 
 
 def load_full(model: nn.Module, folder: Path) -> None:

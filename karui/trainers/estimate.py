@@ -195,7 +195,8 @@ def memory(recipe: Recipe, shape: ModelShape, trained: Trained, *, tokens: int, 
     largest = max(x.size for x in shape.linears) * compute if quantized or compute != dtype else 0
     head_trained = trained.full
     return Memory(
-        weights=weights, adapter=trained.adapter * 4, gradients=count * size, optimizer=2 * count * size,
+        weights=weights, adapter=trained.adapter * 4, gradients=count * size,
+        optimizer=optimizer_bytes(recipe.optim.name, count, size),
         activations=round(tokens * (kept + shape.hidden * dtype)),
         logits=min(recipe.objective.chunk_tokens, supervised) * shape.vocab * 4
         + supervised * shape.hidden * compute, head=2 * shape.head * 4 if head_trained else 0,
@@ -219,6 +220,15 @@ def activation_bytes_per_layer(shape: ModelShape, trained: Trained, *, residual:
     kept += (shape.q + shape.kv) if shape.q_norm else 0
     kept += trained.rank * len(trained.targets) / shape.layers if not trained.full else 0
     return 2 * shape.hidden * residual + kept * compute
+
+
+def optimizer_bytes(name: str, count: int, size: int) -> int:
+    """States of an optimizer on the device, for `count` trained values of `size` bytes; small tensors counted as large ones."""
+    if "paged" in name:
+        return 0
+    if name in ("adamw8bit", "adamw-fp8", "bnb-adamw8bit"):
+        return 2 * count + 2 * 4 * (count // 256)
+    return {"adafactor": 0, "muon": 1}.get(name, 2) * count * size
 
 
 def weight_bytes(linears: tuple[Linear, ...], spec: QuantSpec, dtype_bytes: int) -> int:

@@ -122,6 +122,9 @@ def run_recipe(
         state = LoopState(**stored["loop"])
     loss.to(accelerator.device)
     split = sharding.wanted(recipe, accelerator)
+    if split and recipe.optim.name != "adamw":
+        raise UnsupportedError(f"optim.name {recipe.optim.name} takes no parameters that are split over ranks; use adamw, or "
+                               f"run.sharding: none.")
     module: Any
     optimizer: Any
     if split:
@@ -262,8 +265,8 @@ def prepare(recipe: Recipe) -> Setup:
 
 
 def make_optimizer(recipe: Recipe, module: Any, stages: Sequence[Stage] = ()) -> Any:
-    """AdamW over the trained parameters; weight decay on matrices only (not on norms and biases); stages may regroup."""
-    import torch
+    """The recipe's optimizer; weight decay on matrices only (not on norms and biases); stages may regroup."""
+    from karui.lowprec.optim import build_optimizer
 
     trained = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -273,7 +276,7 @@ def make_optimizer(recipe: Recipe, module: Any, stages: Sequence[Stage] = ()) ->
     for stage in stages:
         groups = stage.param_groups(module, groups)
     optim = recipe.optim
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    return build_optimizer(optim.name, module, lr=optim.lr, betas=optim.betas, eps=optim.eps, seed=recipe.run.seed, groups=groups)
 
 
 def _adapter_stage(setup: Setup) -> Stage | None:

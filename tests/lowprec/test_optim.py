@@ -135,13 +135,13 @@ def test_states_of_another_kind_are_refused():
 
 
 def test_offload_changes_nothing():
-    plain, _, _ = train(lambda m: build_optimizer("adamw-8bit", m, lr=3e-3), 10)
-    moved, _, _ = train(lambda m: build_optimizer("adamw-8bit", m, lr=3e-3, offload=True), 10)
+    plain, _, _ = train(lambda m: build_optimizer("adamw8bit", m, lr=3e-3), 10)
+    moved, _, _ = train(lambda m: build_optimizer("paged-adamw8bit", m, lr=3e-3), 10)
     assert plain == moved
 
 
 @pytest.mark.parametrize(
-    "name,lr", [("adamw", 3e-3), ("adamw-8bit", 3e-3), ("adamw-fp8", 3e-3), ("adafactor", 3e-2), ("muon", 3e-3)]
+    "name,lr", [("adamw", 3e-3), ("adamw8bit", 3e-3), ("adamw-fp8", 3e-3), ("adafactor", 3e-2), ("muon", 3e-3)]
 )
 def test_every_optimizer_by_name_learns(name, lr):
     losses, _, _ = train(lambda m: build_optimizer(name, m, lr=lr))
@@ -179,7 +179,7 @@ def test_lora_plus_groups():
     slow, fast = lora_plus_groups(model, 1e-4, 16)
     assert [tuple(p.shape) for p in fast["params"]] == [(8, 2)] and fast["lr"] == 16e-4
     assert [tuple(p.shape) for p in slow["params"]] == [(2, 8)] and slow["lr"] == 1e-4
-    groups = build_optimizer("adamw-8bit", model, lr=1e-4, lora_plus=16).param_groups
+    groups = build_optimizer("adamw8bit", model, lr=1e-4, lora_plus=16).param_groups
     assert [g["lr"] for g in groups] == [1e-4, 16e-4]
     with pytest.raises(KaruiError, match="no trained LoRA B"):
         lora_plus_groups(nn.Linear(2, 2), 1e-4, 16)
@@ -189,8 +189,9 @@ def test_lora_plus_groups():
     "name,options,message",
     [
         ("adamw8", {}, "'adamw8' is not known; use one of adamw, .*Did you mean"),
-        ("muon", {"offload": True}, "offload works with"),
-        ("muon", {"lora_plus": 2.0}, "use an AdamW"),
+        ("adamw", {"groups": [{"params": []}]}, "no parameter takes gradients"),
+        ("bnb-adamw8bit", {}, "run on CUDA devices; use adamw8bit"),
+        ("muon", {"groups": [{"params": [nn.Parameter(torch.ones(2, 2))], "lr_scale": 2.0}]}, "do not go with muon"),
     ],
 )
 def test_bad_requests(name, options, message):

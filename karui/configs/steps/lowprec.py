@@ -11,6 +11,8 @@ from karui.configs.section import Section
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 RecipeName = Literal["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4", "nvfp4"]
 GemmFormat = Literal["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4", "nvfp4", "high"]
+OptimizerName = Literal["adamw", "adamw8bit", "adamw-fp8", "paged-adamw8bit", "paged-adamw-fp8", "adafactor", "muon",
+                        "bnb-adamw8bit", "bnb-paged-adamw8bit"]  # fmt: skip
 Backend = Literal["auto", "emulate", "scaled_mm", "triton", "te"]
 
 

@@ -1,23 +1,25 @@
 """Optimizers by name, and parameter groups for LoRA+ and Muon.
 
-adamw        torch's                      adamw-8bit   8-bit dynamic states (ours)
-adafactor    torch's (arXiv 1804.04235)   adamw-fp8    FP8 states (ours)
-muon         Muon for matrices inside the blocks, AdamW for the rest (torch's, Keller Jordan 2024, arXiv 2502.16982)
-bnb-adamw8bit, bnb-paged-adamw8bit        bitsandbytes'
+adamw          torch's                          adafactor   torch's (arXiv 1804.04235)
+adamw8bit      8-bit dynamic states (ours)      muon        Muon for matrices inside the blocks, AdamW for the rest
+adamw-fp8      FP8 states (ours)                            (torch's, Keller Jordan 2024, arXiv 2502.16982)
+paged-adamw8bit, paged-adamw-fp8                ours, states in main memory, one parameter at a time on the device
+bnb-adamw8bit, bnb-paged-adamw8bit              bitsandbytes'
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from karui.configs.errors import KaruiError, nearest
+from karui.configs.errors import KaruiError, UnsupportedError, nearest
+from karui.configs.steps.lowprec import OptimizerName
 from karui.lowprec.optim.adamw import AdamWLowState
 
-OPTIMIZERS = ("adamw", "adamw-8bit", "adamw-fp8", "adafactor", "muon", "bnb-adamw8bit", "bnb-paged-adamw8bit")
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 
 
 def build_optimizer(
@@ -30,34 +32,40 @@ def build_optimizer(
     eps: float = 1e-8,
     lora_plus: float | None = None,
     seed: int = 0,
-    offload: bool = False,
+    groups: Sequence[dict[str, Any]] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the parameters of `model` that take gradients.
 
     Args:
         lora_plus: learning rate of LoRA's B matrices as a multiple of `lr` (LoRA+, arXiv 2402.12354); None: no such groups.
-        offload: states in main memory (adamw-8bit and adamw-fp8).
+        groups: the parameters in groups made elsewhere, in place of `model`'s; their own keys stay.
 
     Raises:
         KaruiError: an unknown name, no trained parameter, an option the optimizer does not have.
+        UnsupportedError: bitsandbytes' optimizers for parameters that are not on a GPU.
     """
     if name not in OPTIMIZERS:
         raise KaruiError(f"optimizer {name!r} is not known; use one of {', '.join(OPTIMIZERS)}.{nearest(name, OPTIMIZERS)}")
-    if offload and name not in ("adamw-8bit", "adamw-fp8"):
-        raise KaruiError(f"offload works with adamw-8bit and adamw-fp8, not {name}.")
-    if lora_plus is not None and name == "muon":
-        raise KaruiError("lora_plus sets learning rates that Muon does not scale that way; use an AdamW.")
-    groups = lora_plus_groups(model, lr, lora_plus) if lora_plus is not None else [{"params": _trained(model), "lr": lr}]
+    if groups is None:
+        groups = lora_plus_groups(model, lr, lora_plus) if lora_plus is not None else [{"params": _trained(model), "lr": lr}]
+    groups = [dict(g) for g in groups if g["params"]]
+    if not groups:
+        raise KaruiError("no parameter takes gradients; there is nothing to optimise.")
     common: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay)
     if name == "adamw":
-        return torch.optim.AdamW(groups, betas=betas, eps=eps, **common)
-    if name in ("adamw-8bit", "adamw-fp8"):
-        state = "dynamic" if name == "adamw-8bit" else "fp8"
-        return AdamWLowState(groups, betas=betas, eps=eps, state=state, seed=seed, offload=offload, **common)
+        return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True, **common)
+    if name in ("adamw8bit", "adamw-fp8", "paged-adamw8bit", "paged-adamw-fp8"):
+        state = "fp8" if name.endswith("fp8") else "dynamic"
+        return AdamWLowState(groups, betas=betas, eps=eps, state=state, seed=seed, offload=name.startswith("paged"), **common)
     if name == "adafactor":
         return torch.optim.Adafactor(groups, **common)
     if name == "muon":
-        return MuonAdamW(model, betas=betas, eps=eps, **common)
+        if lora_plus is not None or any(g.get("lr_scale", 1.0) != 1.0 for g in groups):
+            raise KaruiError("groups with a learning rate of their own (LoRA+) do not go with muon, which scales its own; "
+                             "use adamw or adamw8bit.")  # fmt: skip
+        return MuonAdamW(model, groups, betas=betas, eps=eps, **common)
+    if any(p.device.type != "cuda" for g in groups for p in g["params"]):
+        raise UnsupportedError(f"{name}: bitsandbytes' 8-bit optimizers run on CUDA devices; use {name.removeprefix('bnb-')}.")
     import bitsandbytes as bnb
 
     kind = bnb.optim.PagedAdamW8bit if "paged" in name else bnb.optim.AdamW8bit
@@ -88,16 +96,18 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
-    ) -> None:
+        self, model: nn.Module, groups: Sequence[dict[str, Any]], *, lr: float, weight_decay: float,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+    ) -> None:  # fmt: skip
         outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if head is not None:
-            outer.add(id(head.weight))
-        params = _trained(model)
-        matrices = [p for p in params if p.dim() == 2 and id(p) not in outer]
-        chosen = {id(p) for p in matrices}
-        rest = [p for p in params if id(p) not in chosen]
+        heads = (getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules())
+        outer |= {id(head.weight) for head in heads if head is not None}
+
+        def split(inner: bool) -> list[dict[str, Any]]:
+            kept = [{**g, "params": [p for p in g["params"] if (p.dim() == 2 and id(p) not in outer) == inner]} for g in groups]
+            return [g for g in kept if g["params"]]
+
+        matrices, rest = split(True), split(False)
         if not matrices:
             raise KaruiError("muon: the model has no trained matrix besides embedding and head; use adamw.")
         self.parts: list[torch.optim.Optimizer] = [
