@@ -4,8 +4,8 @@
     x~ = round(127 x / max|x|) max|x| / 127 per token, on the output of a norm                   (eq. 4, 5)
 
 Departures: the absmax is per token in training too, as at inference, not per tensor. q, k, v, gate and up read a norm's output
-already in a Llama-like model; the two linears that do not, o_proj and down_proj, get a norm of their own (`with_sub_norms`), which
-is the architecture of the published b1.58 models (`bitnet` in transformers). `mean W` centres the codes only: nothing stores it.
+already in a Llama-like model; the two linears that do not, o_proj and down_proj, get a norm of their own (`with_sub_norms`): the
+architecture of the published b1.58 models (`bitnet` in transformers). `mean W` centres the codes only: nothing stores it.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ def choose_plan(
     weights = sum(o * i for tie in ties for o, i in tie.sizes)
     if least > budget_bits:
         raise KaruiError(
-            f"mixed precision: a budget of {budget_bits / weights:.3f} bits per weight ({budget_bits / 8e6:.2f} MB) is below what "
-            f"the smallest grids take, {least / weights:.3f} ({least / 8e6:.2f} MB); raise it or offer a smaller grid."
+            f"mixed precision: a budget of {budget_bits / weights:.3f} bits per weight ({budget_bits / 8e6:.2f} MB) is below "
+            f"what the smallest grids take, {least / weights:.3f} ({least / 8e6:.2f} MB); raise it or offer a smaller grid."
         )
     gain = [[increases[tie.name, str(s)] for s in specs] for tie in ties]
     picked = _knapsack(cost, gain, min(budget_bits, sum(map(max, cost))))

@@ -1,7 +1,7 @@
 """SEQ, the stretched elastic quantizer of ParetoQ (Liu et al., arXiv 2502.02631), for 2 bits and ternary weights.
 
     x = clip(w / alpha, -0.99, 0.99)
-    value = alpha (round(x k - c) + c) / k     2 bit: k = 2, c = 1/2, levels +-1/4, +-3/4;  ternary: k = 3/2, c = 0, levels 0, +-2/3
+    value = alpha (round(x k - c) + c) / k     2 bit: k = 2, c = 1/2: +-1/4, +-3/4;  ternary: k = 3/2, c = 0: 0, +-2/3
     d value / d w = 1 inside the clip, 0 outside
     d value / d alpha = (level - w / alpha) inside, -+(k - c) / k where it is clipped;  scaled by  1 / sqrt(n Qp) as in LSQ
     start  alpha = max|w| of the group
