@@ -37,7 +37,7 @@ from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.rope import context_limit
 from karui.inference.models.weights import Weights, expected_shapes
 from karui.inference.requests import GREEDY, Delta, FinishReason, Output, Request, SamplingParams, TokenLogprob
-from karui.inference.sampling import logprobs_of, sample
+from karui.inference.sampling import logprobs_of, sample, sample_rows
 from karui.inference.scheduler import Plan, Scheduler, Work
 from karui.inference.scheduler import Sequence as Tokens
 from karui.inference.speculate import Speculation, rows_of
@@ -396,6 +396,7 @@ class Engine:
     def _settle(self, plan: Plan, output: StepOutput) -> list[tuple[int, int]]:
         """Draw, verify and emit for every sequence of the step. Returns (depth, accepted) of each draft."""
         rows = _Rows(output)
+        self._draw(plan, rows)
         at = row = 0  # row of the step, row of the logits
         verdicts: list[tuple[int, int]] = []
         moves: list[tuple[int, int]] = []
@@ -431,6 +432,23 @@ class Engine:
         self._copy(moves)
         return verdicts
 
+    def _draw(self, plan: Plan, rows: _Rows) -> None:
+        """Draw the tokens of all plainly sampled rows at once: one by one they would cost more than the step of a small model."""
+        row, found, draws = 0, [], []
+        for work in plan.works:
+            s, live = work.sequence, work.sequence.owner
+            if s.recompute or work.drafted:
+                row += work.count + work.num_drafted
+                continue
+            if s.num_computed + work.count < len(s.tokens):
+                continue
+            if not live.fast and not live.params.penalized and live.group.beams is None:
+                found.append(row)
+                draws.append((live.params, live.seed, len(s.tokens)))
+            row += 1
+        if found:
+            rows.drawn = dict(zip(found, sample_rows(rows.take(found), draws), strict=True))
+
     def _settle_row(self, live: Live, rows: _Rows, row: int) -> list[int]:
         """The next token of one continuation; more continuations or beams where the request wants them."""
         s, params, group = live.sequence, live.params, live.group
@@ -453,7 +471,10 @@ class Engine:
         first = 0
         for sibling in siblings:
             output = sibling.output_tokens if params.penalized else ()
-            token, p = sample(logits, params, sibling.seed, len(sibling.sequence.tokens), group.prompt, output)
+            if sibling is live and row in rows.drawn:
+                token, p = rows.drawn[row]
+            else:
+                token, p = sample(logits, params, sibling.seed, len(sibling.sequence.tokens), group.prompt, output)
             sibling.sequence.tokens.append(token)
             self._emit(sibling, [token], None if params.logprobs is None else [logprobs_of(logits, token, p, params.logprobs)])
             first = first if sibling is not live else token
@@ -695,6 +716,7 @@ class _Rows:
 
     def __init__(self, output: StepOutput) -> None:
         self.output = output
+        self.drawn: dict[int, tuple[int, float]] = {}
         logits = output.logits
         if logits.is_cuda:
             top = logits.max(-1)
@@ -706,6 +728,9 @@ class _Rows:
 
     def numpy(self, row: int) -> np.ndarray:
         return self.output.logits[row].cpu().numpy()
+
+    def take(self, rows: list[int]) -> np.ndarray:
+        return self.output.logits.cpu().numpy()[rows if len(rows) < len(self.best) else slice(None)]
 
     def many(self, rows: slice) -> np.ndarray:
         return self.output.logits[rows].cpu().numpy()

@@ -1,6 +1,6 @@
 """From logits to a token: `distribution` is the one definition of p, for plain draws, logprobs and speculation alike.
 
-Everything works on one row [V] at a time and draws with `uniform(seed, position)`, so a token depends on its own request only.
+The native sampler computes the same in one call for all rows of a step. Everything draws with `uniform(seed, position)`, so a token depends on its own request only.
 Order of the steps, as in transformers: penalties, temperature, top-k, top-p, min-p.
 """
 
@@ -13,6 +13,7 @@ import torch
 
 from karui.inference.requests import SamplingParams, TokenLogprob
 from karui.inference.speculative.random import draw, uniform
+from karui.kernels import native
 
 
 def penalize(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
@@ -77,9 +78,22 @@ def _nucleus(p: np.ndarray, top_p: float) -> np.ndarray:
 def sample(logits: np.ndarray, params: SamplingParams, seed: int, position: int, prompt: Sequence[int] = (),
            output: Sequence[int] = ()) -> tuple[int, float]:
     """(token, its probability under `distribution`) for sequence position `position`."""
-    ids, p = _candidates(penalize(logits, params, prompt, output), params)
-    index = 0 if params.greedy else draw(p, uniform(seed, position))
-    return index if ids is None else int(ids[index]), float(p[index])
+    return sample_rows(penalize(logits, params, prompt, output)[None], [(params, seed, position)])[0]
+
+
+def sample_rows(logits: np.ndarray, draws: Sequence[tuple[SamplingParams, int, int]]) -> list[tuple[int, float]]:
+    """`sample` for the rows of penalized `logits` [L, V] with (parameters, seed, position) each. A row's draw is its own alone."""
+    if native.available():
+        wanted = np.array([(p.temperature, p.top_p, p.min_p, p.top_k, 0.0 if p.greedy else uniform(seed, position))
+                           for p, seed, position in draws], dtype=native.DRAW)
+        tokens, chances = native.sample(logits, wanted)
+        return list(zip(tokens.tolist(), chances.tolist(), strict=True))
+    drawn = []
+    for row, (params, seed, position) in zip(logits, draws, strict=True):
+        ids, p = _candidates(row, params)
+        index = 0 if params.greedy else draw(p, uniform(seed, position))
+        drawn.append((index if ids is None else int(ids[index]), float(p[index])))
+    return drawn
 
 
 def logprobs_of(logits: np.ndarray, token: int, probability: float, top: int) -> TokenLogprob:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from karui.inference.requests import SamplingParams
-from karui.inference.sampling import child_seed, distribution, logprobs_of, penalize, sample
+from karui.inference.sampling import child_seed, distribution, logprobs_of, penalize, sample, sample_rows
+from karui.inference.speculative.random import uniform
 
 
 def by_transformers(logits: np.ndarray, params: SamplingParams, history: list[int]) -> np.ndarray:
@@ -92,3 +93,38 @@ def test_logprobs_equal_log_softmax(top):
     assert abs(got.raw - want[7].item()) < 1e-6 and got.processed == np.log(0.25)
     assert [t for t, _ in got.top] == want.argsort(descending=True)[:top].tolist()
     assert all(abs(p - want[t].item()) < 1e-6 for t, p in got.top)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from([1, 7, 100, 3001]), temperature=st.floats(0.1, 3),
+       top_k=st.sampled_from([0, 1, 5, 40, 400]), top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]), min_p=st.sampled_from([0.0, 0.1]))
+def test_native_draw_is_the_quantile_of_the_distribution(seed, vocab, temperature, top_k, top_p, min_p):
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal(vocab) * rng.uniform(0.1, 6)).astype(np.float32)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    token, probability = sample(logits, params, seed, 3)
+    p = distribution(logits, params).astype(np.float64)
+    assert p[token] > 0 and probability == pytest.approx(p[token], rel=1e-4)
+    below, u = p[:token].sum(), uniform(seed, 3)
+    assert below - 1e-5 <= u <= below + p[token] + 1e-5
+
+
+def test_rows_drawn_together_equal_rows_drawn_alone():
+    rng = np.random.default_rng(1)
+    logits = (rng.standard_normal((9, 1000)) * 3).astype(np.float32)
+    kinds = (SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, top_k=300, min_p=0.01),
+             SamplingParams(temperature=1.3, top_p=0.8), SamplingParams(temperature=1.0, top_k=5, top_p=0.9))
+    draws = [(kinds[i % len(kinds)], i, 10 + i) for i in range(9)]
+    alone = [sample(row, *draw) for row, draw in zip(logits, draws, strict=True)]
+    assert sample_rows(logits, draws) == alone and alone[0] == (int(logits[0].argmax()), 1.0)
+
+
+def test_without_the_native_kernels_the_same_tokens_are_drawn(monkeypatch):
+    rng = np.random.default_rng(2)
+    logits = (rng.standard_normal((40, 500)) * 2).astype(np.float32)
+    draws = [(SamplingParams(temperature=0.9, top_k=50, top_p=0.95), i, 4) for i in range(40)]
+    fast = sample_rows(logits, draws)
+    monkeypatch.setattr("karui.kernels.native.available", lambda: False)
+    slow = sample_rows(logits, draws)
+    assert [t for t, _ in fast] == [t for t, _ in slow]
+    assert np.allclose([p for _, p in fast], [p for _, p in slow], rtol=1e-4)

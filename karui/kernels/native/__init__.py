@@ -4,6 +4,7 @@
     load(isa)            the `Library` for an instruction set; KARUI_ISA=avx512|avx2|generic forces one
     pack, linear         a weight in the kernels' layout, and one product with it
     argmax, top_k        over rows of logits
+    sample               one token per row of logits
     quiet_torch()        keep torch's own threads asleep while the team works
 
 `karui.inference.models.native.NativeRunner` runs whole engine steps with them. Activations: with `activation_bits=8` the input of
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from karui.kernels.native.build import chosen_isa, isas
@@ -24,8 +26,8 @@ from karui.kernels.native.library import Library, address, available, load, unav
 from karui.kernels.native.weights import Packed, linear, pack
 
 __all__ = [
-    "Library", "Packed", "argmax", "available", "chosen_isa", "isas", "linear", "load", "pack", "quiet_torch", "top_k",
-    "unavailable",
+    "Library", "Packed", "argmax", "available", "chosen_isa", "isas", "linear", "load", "pack", "quiet_torch", "sample",
+    "top_k", "unavailable",
 ]
 
 
@@ -44,6 +46,23 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     values, indices = torch.empty(x.shape[0], k), torch.empty(x.shape[0], k, dtype=torch.int32)
     load().top_k(address(x), x.shape[0], x.shape[1], k, address(values), address(indices))
     return values, indices
+
+
+DRAW = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("u", "f8")])
+"""`Draw` of sampling.h."""
+
+
+def sample(logits: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One token per row: logits fp32 [L, V], draws `DRAW` [L] -> tokens int32 [L], their probabilities fp32 [L].
+
+    Temperature (0: the first of equal largest), top-k (0: all; ties stay), top-p, min-p, then the token at quantile `u` of what is
+    left. A row depends on nothing but itself.
+    """
+    x, draws = np.ascontiguousarray(logits, dtype=np.float32), np.ascontiguousarray(draws, dtype=DRAW)
+    assert x.ndim == 2 and len(x) == len(draws)
+    tokens, probabilities = np.empty(len(x), dtype=np.int32), np.empty(len(x), dtype=np.float32)
+    load().sample(x.ctypes.data, x.shape[0], x.shape[1], draws.ctypes.data, tokens.ctypes.data, probabilities.ctypes.data)
+    return tokens, probabilities
 
 
 @contextmanager

@@ -8,6 +8,7 @@ the memory, was the limit: the same read ran at 28 GB/s on 4 KB and at 53 GB/s o
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -47,9 +48,7 @@ def _mapping(size: int) -> torch.Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         return torch.zeros(size, dtype=torch.uint8)
     area = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with suppress(OSError):  # a kernel without transparent huge pages: the memory serves all the same
         area.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without transparent huge pages: the memory serves all the same
-        pass
     whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps `area` alive
     return whole[-whole.data_ptr() % HUGE:][:size]

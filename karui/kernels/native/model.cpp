@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "sampling.h"
 #include "threads.h"
 
 // ---- interface structures, mirrored in karui/kernels/native/library.py ------------------------------------------------------------
@@ -787,5 +788,11 @@ void karui_top_k(const float* x, int rows, int n, int k, float* values, int32_t*
         }
         for (; i < n; i++) offer(i);
     }
+}
+
+// One token per row of logits [rows, n]; probability: the token's own after temperature, top-k, top-p and min-p.
+void karui_sample(const float* logits, int rows, int n, const Draw* draws, int32_t* tokens, float* probabilities) {
+    static thread_local Sampler sampler;
+    for (int r = 0; r < rows; r++) sampler.draw(logits + (int64_t)r * n, n, draws[r], tokens[r], probabilities[r]);
 }
 }
