@@ -1,6 +1,7 @@
 """From logits to a token: `distribution` is the one definition of p, for plain draws, logprobs and speculation alike.
 
-The native sampler computes the same in one call for all rows of a step. Everything draws with `uniform(seed, position)`, so a token depends on its own request only.
+Every draw uses `uniform(seed, position)`, so a token depends on its own request only. The native sampler draws for all rows of a
+step in one call.
 Order of the steps, as in transformers: penalties, temperature, top-k, top-p, min-p.
 """
 
@@ -82,7 +83,7 @@ def sample(logits: np.ndarray, params: SamplingParams, seed: int, position: int,
 
 
 def sample_rows(logits: np.ndarray, draws: Sequence[tuple[SamplingParams, int, int]]) -> list[tuple[int, float]]:
-    """`sample` for the rows of penalized `logits` [L, V] with (parameters, seed, position) each. A row's draw is its own alone."""
+    """`sample` for rows of penalized `logits` [L, V] with (parameters, seed, position) each. A row's draw is its own alone."""
     if native.available():
         wanted = np.array([(p.temperature, p.top_p, p.min_p, p.top_k, 0.0 if p.greedy else uniform(seed, position))
                            for p, seed, position in draws], dtype=native.DRAW)

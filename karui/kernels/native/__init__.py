@@ -55,8 +55,8 @@ DRAW = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_
 def sample(logits: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """One token per row: logits fp32 [L, V], draws `DRAW` [L] -> tokens int32 [L], their probabilities fp32 [L].
 
-    Temperature (0: the first of equal largest), top-k (0: all; ties stay), top-p, min-p, then the token at quantile `u` of what is
-    left. A row depends on nothing but itself.
+    Temperature (0: the first of equal largest), top-k (0: all; ties stay), top-p, min-p, then the token at quantile `u` of what
+    is left. A row depends on nothing but itself.
     """
     x, draws = np.ascontiguousarray(logits, dtype=np.float32), np.ascontiguousarray(draws, dtype=DRAW)
     assert x.ndim == 2 and len(x) == len(draws)
