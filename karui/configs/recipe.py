@@ -89,7 +89,9 @@ class RunSection(Section):
     keep: int = Field(2, ge=1, description="checkpoints kept")
     eval_every: int | None = Field(None, ge=1, description="steps; null: before and after training")
     log_every: int = Field(1, ge=1)
-    precision: Literal["no", "bf16", "fp16"] = Field("no", description="autocast of the forward pass, as accelerate names it")
+    precision: Literal["no", "bf16", "fp16", "fp8"] = Field(
+        "no", description="autocast of the forward pass, as accelerate names it; fp8: a step fp8-current in prepare:"
+    )
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
     threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores")
     sharding: Literal["auto", "none", "fsdp2"] = Field("auto", description="of parameters over ranks; auto: as it was launched")

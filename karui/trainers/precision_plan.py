@@ -94,8 +94,11 @@ def rows(plan: PrecisionPlan) -> list[list[str]]:
     groups: dict[tuple[str, ...], list[LayerPlan]] = {}
     for x in plan.layers:
         groups.setdefault((x.name.rpartition(".")[2], x.formats, x.hardware, x.padding or "-", x.reason), []).append(x)
-    return [[str(len(layers)), *key[:2], key[2].removesuffix(" tensor cores"), key[3], f"{layers[0].speed_up:.2f}", _gb(sum(x.saved_bytes for x in layers)), key[4]]
-            for key, layers in groups.items()]
+    return [
+        [str(len(layers)), *key[:2], key[2].removesuffix(" tensor cores"), key[3], f"{layers[0].speed_up:.2f}",
+         _gb(sum(x.saved_bytes for x in layers)), key[4]]
+        for key, layers in groups.items()
+    ]  # fmt: skip
 
 
 COLUMNS = ("layers", "name", "format", "multiplies", "padding", "speed-up", "saved", "reason")

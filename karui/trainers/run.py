@@ -82,11 +82,13 @@ def run_recipe(
 
     from karui.trainers import checkpoint as ckpt
     from karui.trainers import sharding, tracking
+    from karui.trainers.launched import resolve_precision
     from karui.trainers.loop import Loop, LoopState
     from karui.trainers.model import enable_recompute
     from karui.trainers.objectives import make_objective
     from karui.trainers.progress import make_progress, peak_memory_bytes
 
+    recipe = resolve_precision(recipe, os.environ, cuda=torch.cuda.is_available())
     folder = recipe.output
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
