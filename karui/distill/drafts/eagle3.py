@@ -45,7 +45,7 @@ class DraftLayer(Protocol):
 
 @dataclass
 class Passes:
-    """loss_sum: differentiable; by_pass: (unweighted loss, rows, rows whose likeliest draft is the target's) of each."""
+    """loss_sum: differentiable; by_pass: (unweighted loss, rows, rows whose likeliest draft is the target's)."""
 
     loss_sum: torch.Tensor
     by_pass: list[tuple[float, int, int]]
@@ -53,7 +53,8 @@ class Passes:
 
 def eagle3_loss(
     layer: DraftLayer, *, aux: torch.Tensor, embeddings: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor,
-    ids: torch.Tensor, best: torch.Tensor, supervised: torch.Tensor, steps: int, decay: float, soft: bool = True, chunk: int = 128,
+    ids: torch.Tensor, best: torch.Tensor, supervised: torch.Tensor, steps: int, decay: float, soft: bool = True,
+    chunk: int = 128,
 ) -> Passes:
     """One document.
 
