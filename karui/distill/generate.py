@@ -60,8 +60,9 @@ def rejection_sample(
     logger.info("teacher text: %d drawn, %d kept, %d rejected by the checker, %d without an end; %d of %d prompts answered",
                 drawn, kept, rejected, cut, sum(a > 0 for a in accepted), len(rows))
     if not kept:
-        raise KaruiError(f"none of {drawn} continuations was kept ({rejected} rejected by the checker, {cut} without an end). "
-                         "Check that the checker reads what the teacher writes, draw more (draws) or let it write longer (max_tokens).")
+        raise KaruiError(f"none of {drawn} continuations was kept ({rejected} rejected by the checker, "
+                         f"{cut} without an end). Check that the checker reads what the teacher writes, draw more (draws) or "
+                         "let it write longer (max_tokens).")
 
 
 def checker(spelling: str) -> Checker:

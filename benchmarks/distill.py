@@ -1,0 +1,230 @@
+"""Distillation: what a teacher adds to labels in a fixed budget, how fast rollouts are, what a draft brings.
+
+    python benchmarks/distill.py [--quick] [--json OUT] [--plot OUT.png] [--only student,rollouts,draft] [--bundle DRAFTED]
+
+student   SmolLM2-135M with every second layer dropped (15 of 30), healed on `--steps` steps of 4 x 128 tokens of wikitext2_valid.txt;
+          figure: mean loss of the labels on 48 x 128 tokens of wikitext2_test.txt. Same steps, order of data and learning rate for
+          labels alone, KLD alone, label + KLD (0.5 + 1), KLD from 50 tokens and a tail (cached), and KLD on the student's own text
+          after half of the run; `--seeds` orders of the data. A difference counts when it is larger than twice the standard error of the
+          paired differences over seeds.
+rollouts  tokens/s of the student's own text, sampled at temperature 1, top_p 1: the engine as `objective: on-policy` drives it,
+          weights pushed before every batch, against transformers `generate` in one padded batch (what TRL's GKD trainer calls),
+          in turn, median of `--rounds`.
+draft     tokens/s, tokens per verification and identity of the text with the EAGLE-3 draft in `--bundle` (a bundle made by
+          `karui train draft-eagle3`), against plain decoding of the same bundle, in turn, greedy, GSM8K test questions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from figures import DATA, Figure, arguments, report  # noqa: E402
+
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "labels": {"kind": "sft"},
+    "kld": {"kind": "distil"},
+    "label+kld": {"kind": "distil", "label": 0.5},
+    "kld top-50": {"kind": "distil", "rows": "topk", "k": 50, "cache": "auto"},
+    "kld, then on-policy": {"kind": "on-policy", "divergence": "forward_kl", "parameter": None, "off_policy_first": 0.5, "max_new_tokens": 64,
+                            "max_drift": 5.0},
+}
+
+
+def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
+    """Every condition with every seed; returns figures and the curves."""
+    from karui.configs.recipe import Recipe
+    from karui.trainers.loop import read_log
+    from karui.trainers.run import run_recipe
+
+    work = Path(tempfile.mkdtemp(prefix="karui-distill-"))
+    words = 128 * 4 * a.steps * 2
+    (work / "train.txt").write_text(" ".join((DATA / "wikitext2_valid.txt").read_text(encoding="utf-8").split(" ")[:words]), encoding="utf-8")
+    (work / "eval.txt").write_text(" ".join((DATA / "wikitext2_test.txt").read_text(encoding="utf-8").split(" ")[:4600]), encoding="utf-8")
+    losses: dict[str, list[float]] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
+    names = [n for n in CONDITIONS if n in a.conditions] if a.conditions else list(CONDITIONS)
+    before = None
+    for seed in range(a.seeds):
+        for name in names:
+            begin = time.perf_counter()
+            recipe = Recipe.build({
+                "name": "bench", "model": "smollm2-135m",
+                "data": {"train": str(work / "train.txt"), "eval": str(work / "eval.txt"), "format": "text", "max_length": 128},
+                "prepare": [{"method": "prune-layers", "keep_layers": 15}], "objective": CONDITIONS[name],
+                "optim": {"lr": a.lr, "batch": 4, "steps": a.steps, "micro_tokens": 512, "warmup": 0.1},
+                "run": {"output": str(work / f"{name}-{seed}".replace(" ", "_")), "seed": seed, "threads": a.threads,
+                        "eval_every": max(1, a.steps // 4) if seed == 0 else None},
+                "track": {"to": "none"}})
+            done = run_recipe(recipe)
+            losses.setdefault(name, []).append(done.metrics["eval_loss"])
+            before = done.metrics["eval_loss_before"]
+            if seed == 0:
+                curves[name] = [(r["step"], r["eval_loss"]) for r in read_log(done.folder) if "eval_loss" in r]
+            for big in done.folder.rglob("*.safetensors"):
+                big.unlink()
+            print(f"{name}, seed {seed}: {losses[name][-1]:.4f} after {done.metrics['tokens']} tokens, {time.perf_counter() - begin:.0f} s", flush=True)
+            if a.partial:
+                a.partial.write_text(json.dumps({"losses": losses, "before": before, "curves": curves}), encoding="utf-8")
+    figures = [Figure(name="held-out loss, pruned and not healed", ours=before, unit="nats")]
+    for name, values in losses.items():
+        spread = f"seeds: {', '.join(f'{v:.4f}' for v in values)}"
+        figures.append(Figure(name=f"held-out loss, {name}", ours=statistics.fmean(values), unit="nats", better="lower", note=spread))
+    pairs = [("kld", "labels"), ("label+kld", "labels"), ("kld", "label+kld"), ("kld top-50", "kld"), ("kld, then on-policy", "kld")]
+    for one, other in pairs:
+        if one in losses and other in losses:
+            gaps = [x - y for x, y in zip(losses[one], losses[other])]
+            error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
+            mean = statistics.fmean(gaps)
+            verdict = "one seed: no verdict" if len(gaps) < 2 else "separable" if abs(mean) > 2 * error else "not separable"
+            figures.append(Figure(name=f"{one} minus {other}", ours=mean, unit="nats", better="lower", goal=0.0 if other == "labels" else None,
+                                  note=f"standard error {error:.4f} over {len(gaps)} seeds: {verdict}"))
+    return figures, {"losses": losses, "curves": curves}
+
+
+def rollouts(a: Any) -> list[Figure]:
+    """Ours and transformers in turn."""
+    import numpy as np
+    import torch
+
+    from karui.catalogue import load_tokenizer, resolve
+    from karui.configs.quantspec import QuantSpec
+    from karui.configs.recipe import ModelSection
+    from karui.trainers.model import load_model
+    from karui.trainers.objectives.engine_sampler import EngineSampler
+
+    folder = resolve("smollm2-135m")
+    tokenizer = load_tokenizer(folder)
+    questions = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[: a.batch]]
+    prompts = [list(tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=True)["input_ids"])
+               for q in questions]
+    torch.set_num_threads(a.threads)
+    model: Any = load_model(ModelSection(name="smollm2-135m")).eval()
+    samplers = {"none": EngineSampler(model, spec=QuantSpec.parse("none"), end=[-1], max_context=512),
+                "w8": EngineSampler(model, spec=QuantSpec.parse("w8"), end=[-1], max_context=512)}
+    width = max(map(len, prompts))
+    ids = torch.tensor([[tokenizer.pad_token_id or 0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    from transformers import AutoModelForCausalLM
+
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    rates: dict[str, list[float]] = {"peer": [], "none": [], "w8": []}
+    for turn in range(a.rounds):
+        for name, sampler in samplers.items():
+            begin = time.perf_counter()
+            sampler.push(model, turn)
+            drawn = sampler.generate([np.array(p) for p in prompts], [turn * 1000 + i for i in range(len(prompts))], [a.new_tokens] * len(prompts))
+            assert all(len(d.tokens) == a.new_tokens for d in drawn)
+            rates[name].append(len(prompts) * a.new_tokens / (time.perf_counter() - begin))
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            out = plain.generate(input_ids=ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                 min_new_tokens=a.new_tokens, max_new_tokens=a.new_tokens, pad_token_id=tokenizer.pad_token_id or 0)
+        rates["peer"].append(len(prompts) * (out.shape[1] - width) / (time.perf_counter() - begin))
+        print({k: round(v[-1], 1) for k, v in rates.items()}, flush=True)
+    peer = statistics.median(rates["peer"])
+    label = f"transformers generate, batch {len(prompts)}"
+    return [Figure(name=f"rollouts, {spec} weights in the engine", ours=statistics.median(rates[spec]), peer=peer, peer_name=label, goal=5.0,
+                   unit="tokens/s", note=f"{len(prompts)} prompts, {a.new_tokens} new tokens each, weights pushed before each batch; peer: {label}")
+            for spec in ("none", "w8")]
+
+
+def draft(a: Any) -> list[Figure]:
+    """Plain and drafted decoding of the same bundle, in turn."""
+    from karui.inference.engine import Engine
+    from karui.inference.requests import Request, SamplingParams
+    from karui.inference.speculative.config import SpeculationConfig
+
+    if a.bundle is None:
+        return [Figure(name="EAGLE-3 against plain decoding", ours=None, unit="tokens/s", note="no --bundle: karui train draft-eagle3 makes one")]
+    config = SpeculationConfig(method="eagle3", k=a.depth, width=a.width, nodes=a.nodes, adaptive=False)
+    plain = Engine.load(a.bundle, max_context=512, max_sequences=1)
+    drafted = Engine.load(a.bundle, max_context=512, max_sequences=1, speculation=config)
+    questions = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[: a.questions]]
+    seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
+    tokens, same = 0, True
+    for question in questions:
+        texts = {}
+        for name, engine in (("plain", plain), ("drafted", drafted)):
+            ids = engine.encode_chat([{"role": "user", "content": question}])
+            begin = time.perf_counter()
+            out = engine.generate([Request(prompt=ids, params=SamplingParams(max_tokens=a.new_tokens))])[0]
+            seconds[name].append(time.perf_counter() - begin - (out.ttft_s or 0.0))
+            texts[name] = out.token_ids
+        same &= texts["plain"] == texts["drafted"]
+        tokens += len(texts["plain"]) - 1
+    statistics_ = drafted.speculation.statistics  # type: ignore[union-attr]
+    rate = {name: tokens / sum(values) for name, values in seconds.items()}
+    note = f"depth {a.depth}, width {a.width}, {a.nodes} nodes; greedy text {'identical' if same else 'DIFFERENT'} on {len(questions)} questions; by depth {statistics_.by_depth} of {statistics_.drafts}"
+    return [Figure(name="EAGLE-3 tokens per verification", ours=statistics_.tokens_per_step, goal=2.0, unit="tokens", note=note),
+            Figure(name="EAGLE-3 decode", ours=rate["drafted"], peer=rate["plain"], peer_name="plain decode, same bundle", goal=1.3, unit="tokens/s"),
+            Figure(name="EAGLE-3 greedy text identical", ours=float(same), goal=1.0, unit="1 = yes")]
+
+
+def plot(curves: dict[str, list[tuple[int, float]]], losses: dict[str, list[float]], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    for name, points in curves.items():
+        left.plot(*zip(*points), marker="o", label=name)
+    left.set(xlabel="step", ylabel="held-out loss (nats)", title="seed 0")
+    left.legend()
+    for at, (_name, values) in enumerate(losses.items()):
+        right.plot([at] * len(values), values, "o")
+    right.set_xticks(range(len(losses)), list(losses), rotation=20)
+    right.set(ylabel="held-out loss at the end", title="every seed")
+    figure.tight_layout()
+    figure.savefig(out, dpi=120)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--plot", type=Path, help="write curves and end losses here")
+    parser.add_argument("--only", default="student,rollouts,draft")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--conditions", type=lambda s: s.split(";"), help="only these, ;-separated")
+    parser.add_argument("--partial", type=Path, help="losses so far, as JSON")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--bundle", type=Path, help="a bundle with an EAGLE-3 draft")
+    parser.add_argument("--questions", type=int, default=12)
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--width", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=3)
+    a = parser.parse_args()
+    logging.disable(logging.INFO)
+    if a.quick:
+        a.seeds, a.steps, a.rounds, a.questions, a.batch, a.new_tokens = 1, 8, 1, 4, 8, 48
+        a.conditions = a.conditions or ["labels", "kld", "label+kld"]
+    figures: list[Figure] = []
+    extra: dict[str, Any] = {}
+    wanted = a.only.split(",")
+    if "student" in wanted:
+        found, extra = student(a)
+        figures += found
+        if a.plot:
+            plot(extra["curves"], extra["losses"], a.plot)
+    if "rollouts" in wanted:
+        figures += rollouts(a)
+    if "draft" in wanted:
+        figures += draft(a)
+    report(figures, a.json, **extra)
+
+
+if __name__ == "__main__":
+    main()
