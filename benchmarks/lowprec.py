@@ -1,4 +1,4 @@
-"""Low-precision pretraining: the held-out loss of every recipe against fp32, and what each NVFP4 ingredient is worth.
+"""Low-precision pretraining: the held-out loss of every recipe and optimizer against fp32, and what each NVFP4 ingredient is worth.
 
     python benchmarks/lowprec.py [--quick] [--json OUT] [--plot OUT.png] [--cache FILE] [--only NAME ...]
 
@@ -32,6 +32,7 @@ import torch
 from figures import DATA, Figure, arguments, report
 
 from karui.lowprec import LayerPolicy, LowPrecision, Precision
+from karui.lowprec.optim import OPTIMIZERS, build_optimizer
 
 EVERYWHERE = LayerPolicy(first_blocks=0, last_blocks=0)
 GOALS = {"fp8-current": 1.003, "fp8-blockwise": 1.003, "mxfp8": 1.003, "nvfp4": 1.015}
@@ -56,7 +57,7 @@ QUICK = Job(steps=150, width=96, blocks=4, batch=4, length=128, windows=128, lr=
 
 
 def runs(job: Job) -> dict[str, Any]:
-    """By name: None (fp32), "bf16" (autocast), a float (initial weights moved by that share), or a `Precision`."""
+    """By name: None (fp32), "bf16" (autocast), an optimizer's name, a float (weights moved by that share), or a `Precision`."""
     late = ({"step": job.steps * 4 // 5, "gemm": "fprop", "to": "high"},)
     table: dict[str, Any] = {"fp32": None, "nvfp4": {}, "fp8-current": {}, "fp8-blockwise": {}, "mxfp8": {}}
     table |= {"fp32, moved by 1e-6": 1e-6, "nvfp4, other random bits": {"recipe": "nvfp4", "seed": 1}}
@@ -64,6 +65,7 @@ def runs(job: Job) -> dict[str, Any]:
     table |= {f"nvfp4 without {name}": {"recipe": "nvfp4", key: False} for name, key in without.items()}
     table["nvfp4, first and last blocks high"] = {"recipe": "nvfp4", "policy": LayerPolicy()}
     table["nvfp4, fprop high for the last fifth"] = {"recipe": "nvfp4", "schedule": late}
+    table |= {f"optimizer {name}": name for name in ("adamw8bit", "adamw-fp8")}
     table |= {"fp32, moved by 2e-6": 2e-6, "bf16": "bf16", "fp8-rowwise": {}, "fp8-delayed": {}, "mxfp4": {}}
     return {
         name: Precision.parse({"recipe": name, "policy": EVERYWHERE} | what) if isinstance(what, dict) else what
@@ -115,6 +117,10 @@ def figures(done: dict[str, Any]) -> list[Figure]:
         if name == "fp32" or "fp32" not in done:
             continue
         note = "gap to fp32 " + verdict(done, name, "fp32", percent_of=mean["fp32"])
+        if name.startswith("optimizer"):
+            worst = max(abs(a / b - 1) for (_, a), (_, b) in zip(done[name]["curve"], done["fp32"]["curve"]))
+            states = f"{done[name]['state_bytes'] / 1e6:.1f} MB against {8 * done[name]['parameters'] / 1e6:.1f} MB"
+            note += f"; largest gap on the way {100 * worst:.2f} %; states {states}"
         if name.startswith("nvfp4 ") or name.startswith("nvfp4,") and "nvfp4" in done:
             note += "; against nvfp4 " + verdict(done, name, "nvfp4", percent_of=mean["nvfp4"])
         out.append(Figure(name=name, ours=mean[name], unit="nats/byte", peer=mean["fp32"], peer_name="fp32", goal=GOALS.get(name),
@@ -150,7 +156,8 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + what * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    name_of = what if what in OPTIMIZERS else "adamw"
+    optimizer = build_optimizer(name_of, model, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, job.lr, total_steps=job.steps + 1, pct_start=0.1)
     if isinstance(what, Precision):
         low = LowPrecision(what)
@@ -181,7 +188,9 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
             windows += each * (step in late) / len(late)
     seconds = time.perf_counter() - began
     print(f"{float(windows.mean()):.5f} after {seconds:.0f} s  {name}", file=sys.stderr, flush=True)
-    return {"curve": curve, "windows": windows.tolist(), "seconds": seconds, "parameters": sum(p.numel() for p in model.parameters())}
+    states = sum(v.numel() * v.element_size() for each in optimizer.state.values() for v in each.values())
+    return {"curve": curve, "windows": windows.tolist(), "seconds": seconds, "state_bytes": states,
+            "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
 
 
 def build(job: Job) -> torch.nn.Module:
