@@ -489,7 +489,7 @@ class Engine:
         if any(rows.bad[span]):
             self._end_group(live.group, "error", NOT_NUMBERS)
             return depth, 0
-        logits = None if live.fast and not speculation.config.typical else rows.many(span)
+        logits = None if live.fast and not speculation.typical(live.params) else rows.many(span)
         verdict, row_tokens, chances = speculation.verify(live, draft, logits, rows.best[span])
         taken = rows_of(verdict)
         slot = [s.blocks[p // size] * size + p % size for p in range(first, first + 1 + len(draft))]
@@ -704,6 +704,9 @@ class Engine:
                              "left for the answer. Shorten the prompt or raise max_context.")
         if params.stop and (self._backend is None or params.beams > 1):
             raise KaruiError("stop texts need a tokenizer and do not go with beam search; use stop_token_ids.")
+        if params.typical_acceptance and (self.speculation is None or self.speculation.config.method not in ("medusa", "eagle3")):
+            raise KaruiError("typical_acceptance is a rule for drafts of medusa or eagle3 heads; this engine has none. "
+                             "Leave it out, or load the bundle with speculation='medusa' or 'eagle3'.")
         asked = min(len(prompt) + (params.max_tokens or 1), self.max_context)
         if asked > self._capacity:
             raise KaruiError(f"the request asks for {asked:,} tokens of KV memory ({len(prompt):,} of prompt); "

@@ -31,6 +31,8 @@ class SamplingParams:
         beams: above 1: beam search over this many beams, the n best are returned; deterministic, no sampling.
         length_penalty: beam scores are sum(logprob) / length^length_penalty.
         ignore_eos: go on past the model's own end tokens.
+        typical_acceptance: LOSSY: drafts of medusa or eagle3 are accepted by Medusa's rule, which keeps likely tokens instead of
+            the distribution. The completion says so in `lossy`.
     """
 
     temperature: float = 0.0
@@ -49,6 +51,7 @@ class SamplingParams:
     beams: int = 1
     length_penalty: float = 1.0
     ignore_eos: bool = False
+    typical_acceptance: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -135,7 +138,8 @@ class Delta:
 
 @dataclass
 class Completion:
-    """One finished continuation. `stop_reason`: the stop text or token that ended it, None at a limit."""
+    """One finished continuation. `stop_reason`: the stop text or token that ended it, None at a limit. `lossy`: drafts were
+    accepted by a rule that does not keep the model's distribution."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -145,6 +149,7 @@ class Completion:
     stop_reason: str | int | None = None
     error: str | None = None
     score: float | None = None
+    lossy: bool = False
 
 
 @dataclass

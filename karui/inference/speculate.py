@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from karui.inference.requests import SamplingParams
 from karui.inference.sampling import distribution, sample
 from karui.inference.scheduler import Plan, Scheduler
 from karui.inference.scheduler import Sequence as Tokens
@@ -44,6 +45,11 @@ class Speculation:
 
     def attach(self, live: Live) -> None:
         live.proposer = self._new()
+        live.completion.lossy = self.typical(live.params)
+
+    def typical(self, params: SamplingParams) -> bool:
+        """Whether drafts of such a request are accepted by the lossy rule."""
+        return self.config.typical or params.typical_acceptance
 
     def propose(self, scheduler: Scheduler, max_context: int) -> None:
         """Give every decoding sequence a draft that fits into the step's budget, or none."""
@@ -81,7 +87,8 @@ class Speculation:
         def said(row: int) -> list[int]:  # the drafted tokens from the root to this row
             return [draft.tokens[n] for n in tree.path(row - 1)] if params.penalized else []
 
-        if draft.q is None and not self.config.typical:
+        typical = self.typical(params)
+        if draft.q is None and not typical:
             drawn = [sample(logits[r], params, live.seed, position + depths[r], prompt, [*output, *said(r)]) if params.penalized
                      else sample(logits[r], params, live.seed, position + depths[r]) for r in range(len(logits))]
             row_tokens = [token for token, _ in drawn]
@@ -89,7 +96,7 @@ class Speculation:
             return verdict, row_tokens, [drawn[r][1] for r in rows_of(verdict)]
         p = np.stack([distribution(logits[r], params, prompt, [*output, *said(r)]) for r in range(len(logits))])
         row_tokens = [int(t) for t in p.argmax(-1)]
-        if self.config.typical:
+        if typical:
             row_tokens = [sample(logits[r], params, live.seed, position + depths[r], prompt, [*output, *said(r)])[0]
                           for r in range(len(logits))]
             verdict = typical_acceptance(p, draft.tokens, parents, row_tokens)

@@ -189,10 +189,10 @@ def test_parameters_reach_the_engine() -> None:
     call = parse_completion({"model": "m", "prompt": "x", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 4,
                              "n": 2, "stop": ["a"], "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2,
                              "ignore_eos": True, "stop_token_ids": [3], "logprobs": 4, "user": "me", "priority": -1,
-                             "cache_salt": "s"})
+                             "cache_salt": "s", "typical_acceptance": True})
     assert call.params == SamplingParams(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=4, n=2, stop=("a",), max_tokens=16,
                                          presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, ignore_eos=True,
-                                         stop_token_ids=(3,), logprobs=4)
+                                         stop_token_ids=(3,), logprobs=4, typical_acceptance=True)
     assert (call.priority, call.cache_salt) == (-1, "s")
     chat = parse_chat({"model": "m", "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"},
                                                                                     {"type": "text", "text": "b"}]}],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from karui.configs.errors import KaruiError
 from karui.inference.engine import Engine
 from karui.inference.requests import Output, Request, SamplingParams
 from karui.inference.speculative.config import SpeculationConfig
@@ -191,6 +192,20 @@ def test_typical_acceptance_is_offered_and_differs() -> None:
     lossless = tiny_engine(always("medusa"))
     run(lossless, params)
     assert engine.stats.num_accepted_tokens > lossless.stats.num_accepted_tokens
+
+
+def test_typical_acceptance_is_chosen_per_request_and_labelled() -> None:
+    """Beside a lossy request the others stay lossless."""
+    kept, lossy = (SamplingParams(max_tokens=24, temperature=1.0, seed=1, typical_acceptance=t) for t in (False, True))
+    engine = tiny_engine(always("medusa"))
+    mixed = engine.generate([Request(prompt=PROMPTS[0], params=kept), Request(prompt=PROMPTS[0], params=lossy)])
+    assert [o.completions[0].lossy for o in mixed] == [False, True]
+    assert tokens(mixed[:1]) == tokens(run(tiny_engine(), kept, PROMPTS[:1]))
+    whole = tiny_engine(replace(always("medusa"), typical=True))
+    assert tokens(mixed[1:]) == tokens(run(whole, kept, PROMPTS[:1]))
+    for without in (tiny_engine(), tiny_engine(always("ngram:4"))):
+        with pytest.raises(KaruiError, match="typical_acceptance.*medusa"):
+            without.generate([PROMPTS[0]], lossy)
 
 
 def test_the_controller_switches_off_what_does_not_pay() -> None:

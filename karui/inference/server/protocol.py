@@ -29,7 +29,7 @@ class ApiError(Exception):
 _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                       "parallel_tool_calls"})
 _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-                       "seed", "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens"})
+                       "seed", "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "typical_acceptance"})
 _COMMON = frozenset({"model", "stream", "stream_options", "priority", "cache_salt"}) | _SAMPLING | _IGNORED
 _COMPLETION = _COMMON | {"prompt", "logprobs", "echo", "best_of", "suffix", "logit_bias"}
 _CHAT = _COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs", "logit_bias", "tools", "tool_choice",
@@ -154,7 +154,8 @@ def _sampling(body: dict[str, Any], logprobs: int | None, max_tokens: int | None
             min_p=_number(body, "min_p", 0.0), repetition_penalty=_number(body, "repetition_penalty", 1.0),
             presence_penalty=_number(body, "presence_penalty", 0.0), frequency_penalty=_number(body, "frequency_penalty", 0.0),
             seed=_integer(body, "seed"), n=_given(_integer(body, "n"), 1), stop=tuple(stop), stop_token_ids=tuple(ids),
-            ignore_eos=_boolean(body, "ignore_eos"), logprobs=logprobs, max_tokens=_given(max_tokens, default_max_tokens))
+            ignore_eos=_boolean(body, "ignore_eos"), typical_acceptance=_boolean(body, "typical_acceptance"),
+            logprobs=logprobs, max_tokens=_given(max_tokens, default_max_tokens))
     except KaruiError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
 
