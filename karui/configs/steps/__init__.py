@@ -9,7 +9,12 @@ from pydantic import Field
 from karui.configs.steps.adapters import Ia3Step, LoraStep, PromptStep, VeraStep
 from karui.configs.steps.lowprec import LowPrecisionStep
 from karui.configs.steps.prune import PruneStep
+from karui.configs.steps.ptq import PostTrainingStep
 
-PrepareStep = Annotated[PruneStep | LoraStep | VeraStep | Ia3Step | PromptStep | LowPrecisionStep, Field(discriminator="method")]
+PrepareStep = Annotated[
+    PruneStep | PostTrainingStep | LoraStep | VeraStep | Ia3Step | PromptStep | LowPrecisionStep, Field(discriminator="method")
+]
 
-__all__ = ["Ia3Step", "LoraStep", "LowPrecisionStep", "PrepareStep", "PromptStep", "PruneStep", "VeraStep"]
+__all__ = [
+    "Ia3Step", "LoraStep", "LowPrecisionStep", "PostTrainingStep", "PrepareStep", "PromptStep", "PruneStep", "VeraStep",
+]  # fmt: skip

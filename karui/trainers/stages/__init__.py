@@ -7,11 +7,12 @@ import importlib
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
 from karui.configs.section import Section
-from karui.configs.steps import Ia3Step, LoraStep, LowPrecisionStep, PromptStep, PruneStep, VeraStep
+from karui.configs.steps import Ia3Step, LoraStep, LowPrecisionStep, PostTrainingStep, PromptStep, PruneStep, VeraStep
 from karui.trainers.stages.base import Context, Stage
 
 _STAGES: dict[type[Section], str] = {
     PruneStep: "prune:PruneStage",
+    PostTrainingStep: "ptq:PostTrainingStage",
     LoraStep: "adapters:LoraStage",
     VeraStep: "adapters:VeraStage",
     Ia3Step: "adapters:Ia3Stage",
