@@ -1,6 +1,7 @@
 """Shared by all tests: one thread, no network, no tracker that asks for a login."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
@@ -23,3 +24,15 @@ def _two_threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache folder of the test's own, except for the compiled kernels: compiling them takes longer than any test."""
+    kernels = Path(os.environ.get("KARUI_CACHE") or Path.home() / ".cache" / "karui") / "native"
+    kernels.mkdir(parents=True, exist_ok=True)
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "native").symlink_to(kernels)
+    monkeypatch.setenv("KARUI_CACHE", str(folder))
+    return folder

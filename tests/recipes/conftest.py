@@ -8,10 +8,8 @@ from tests.trainers.conftest import _fresh_accelerate_state, rows_file, tiny_fol
 
 
 @pytest.fixture
-def run_shipped(tiny_folder, rows_file, tmp_path, monkeypatch):  # noqa: F811
+def run_shipped(tiny_folder, rows_file, tmp_path, own_cache):  # noqa: F811
     """run_shipped(NAME, "key=value", ...) -> (recipe, result)."""
-    monkeypatch.setenv("KARUI_CACHE", str(tmp_path / "cache"))
-
     def run(name, *overrides):
         recipe = Recipe.load(name, [
             f"model.name={tiny_folder}", f"data.train={rows_file}", "data.eval=null", "data.holdout=4", "data.prompt=prompt",

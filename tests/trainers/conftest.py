@@ -53,10 +53,8 @@ def rows_file(tmp_path_factory):
 
 
 @pytest.fixture
-def make_recipe(tiny_folder, rows_file, tmp_path, monkeypatch):
+def make_recipe(tiny_folder, rows_file, tmp_path, own_cache):
     """Recipe over the tiny model; keyword arguments are sections to merge."""
-    monkeypatch.setenv("KARUI_CACHE", str(tmp_path / "cache"))
-
     def make(**sections):
         values = {
             "name": "tiny",
