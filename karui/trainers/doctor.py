@@ -50,7 +50,8 @@ def examine() -> list[Finding]:
 def _python() -> Finding:
     version = platform.python_version()
     good = sys.version_info >= (3, 11)
-    return Finding(name="python", state="ok" if good else "fail", found=version, remedy="" if good else "use Python 3.11 or later")
+    remedy = "" if good else "use Python 3.11 or later"
+    return Finding(name="python", state="ok" if good else "fail", found=version, remedy=remedy)
 
 
 def _packages() -> Finding:
@@ -148,8 +149,9 @@ def _training_step() -> Finding:
         loss.backward()
     norm = sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
     good = bool(torch.isfinite(loss)) and norm > 0
+    flows = "flows" if good else "does not flow"
     return Finding(name="training step", state="ok" if good else "fail",
-                   found=f"QLoRA on a tiny model: loss {float(loss.detach()) / 23:.2f}, gradient {'flows' if good else 'does not flow'}",
+                   found=f"QLoRA on a tiny model: loss {float(loss.detach()) / 23:.2f}, gradient {flows}",
                    remedy="" if good else "reinstall karui with the versions of constraints.txt")
 
 

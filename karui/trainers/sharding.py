@@ -53,7 +53,8 @@ def shard(loss: nn.Module, accelerator: Accelerator) -> None:
 
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    offload = bool(getattr(plugin, "cpu_offload", False)) and accelerator.device.type != "cpu"
+    asked = getattr(plugin, "cpu_offload", False)  # accelerate turns a truth value into a policy
+    offload = (asked is True or isinstance(asked, CPUOffloadPolicy)) and accelerator.device.type != "cpu"
     reshard = getattr(plugin, "reshard_after_forward", True)
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
     for layer in _layers(loss):

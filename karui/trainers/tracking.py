@@ -1,4 +1,6 @@
-"""Where metrics go besides the run folder: W&B, TensorBoard or nowhere, through accelerate's trackers.
+"""Where metrics go besides the run folder: W&B, TensorBoard, trackio or nowhere, through accelerate's trackers.
+
+W&B also gets the preflight, samples of generated text and the exported bundles as artifacts.
 
 Tracking never stops training: W&B records offline without a login (no prompt, ever) and also when it cannot be reached, which
 is logged once.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,9 @@ def start(accelerator: Accelerator, recipe: Recipe, folder: Path) -> str:
     if name == "tensorboard":
         accelerator.init_trackers(recipe.track.project, config=flatten(recipe.dump()))
         return f"metrics: TensorBoard, tensorboard --logdir {folder}"
+    if name == "trackio":
+        accelerator.init_trackers(recipe.track.project, config=flatten(recipe.dump()))
+        return "metrics: trackio, `trackio show`"
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_DIR", str(folder))
     reason = ""
@@ -100,8 +105,51 @@ class Tracker:
     def log(self, values: Mapping[str, Any], step: int) -> None:
         self._guard(lambda: self.accelerator.log(dict(values), step=step))
 
+    def config(self, values: Mapping[str, Any]) -> None:
+        """Further facts about the run, beside its recipe."""
+        for tracker in self._mains():
+            if tracker.name == "wandb":
+                self._guard(lambda run=tracker.tracker: run.config.update(dict(values), allow_val_change=True))
+            else:
+                self._guard(lambda t=tracker: t.store_init_configuration(flatten(values)))
+
+    def texts(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Generated text, as a table."""
+        for tracker in self._mains():
+            if tracker.name == "wandb":
+                self._guard(lambda t=tracker: t.log_table(name, columns=list(columns), data=[list(r) for r in rows]))
+            elif tracker.name == "tensorboard":
+                lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
+                text = "\n".join([*lines, *(" | ".join(" ".join(cell.split()) for cell in row) for row in rows)])
+                self._guard(lambda t=tracker, text=text: t.writer.add_text(name, text))
+
+    def artifact(self, folder: Path, *, kind: str, metadata: Mapping[str, Any]) -> None:
+        """A folder as an artifact of the run, where the tracker has such things (W&B)."""
+        for tracker in self._mains():
+            if tracker.name != "wandb":
+                continue
+
+            def log(run: Any = tracker.tracker) -> None:
+                import wandb
+
+                artifact = wandb.Artifact(f"{folder.name}-{run.id}", type=kind, metadata=dict(metadata))
+                artifact.add_dir(str(folder), policy="immutable")
+                run.log_artifact(artifact)
+
+            self._guard(log)
+
+    def leave(self) -> None:
+        """End the process group and let go of the model: what follows is the first rank's alone."""
+        self.accelerator.free_memory()
+        self.accelerator.state.destroy_process_group()
+
     def finish(self) -> None:
-        self._guard(self.accelerator.end_training)
+        """Close the trackers."""
+        for tracker in self.accelerator.trackers:
+            self._guard(tracker.finish)
+
+    def _mains(self) -> list[Any]:
+        return list(self.accelerator.trackers) if self.accelerator.is_main_process else []
 
     def _guard(self, call: Any) -> None:
         if not self.alive:

@@ -282,14 +282,19 @@ def leveldb_records(data):
             parts = []
 
 
-def read_wandb(path):
-    """History rows, config, and whether the run's end is there, out of wandb's own offline format."""
+def wandb_records(path):
     from wandb.proto import wandb_internal_pb2
 
-    rows, config, complete = [], {}, False
     for data in leveldb_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
+        yield record
+
+
+def read_wandb(path):
+    """History rows, config, and whether the run's end is there, out of wandb's own offline format."""
+    rows, config, complete = [], {}, False
+    for record in wandb_records(path):
         kind = record.WhichOneof("record_type")
         complete |= kind == "exit"
         if kind == "history":
@@ -297,6 +302,32 @@ def read_wandb(path):
         for item in {"run": record.run.config.update, "config": record.config.update}.get(kind, []):
             config[item.key or item.nested_key[0]] = json.loads(item.value_json)
     return rows, config, complete
+
+
+def test_wandb_offline_files_hold_preflight_answers_and_the_bundle(make_recipe, monkeypatch):
+    from karui.trainers.pipeline import run_pipeline
+
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    recipe = make_recipe(track={"to": "wandb"}, export=[{"spec": "w4g32"}],
+                         eval={"questions": ["what is 2 plus 2"], "speed": False, "held_out": False})
+    result = run_pipeline(recipe)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (path,) = result.run.folder.rglob("*.wandb")
+    end = time.monotonic() + 30
+    while not (found := read_wandb(path))[2] and time.monotonic() < end:
+        time.sleep(0.1)
+    rows, config, complete = found
+    assert complete
+    assert config["preflight"]["steps"] == 6 and config["preflight"]["memory"]
+    assert any("bundle" in key for key in config)
+    assert any("answers" in key for row in rows for key in row)
+    artifacts = [record.artifact for record in wandb_records(path) if record.WhichOneof("record_type") == "artifact"]
+    artifacts += [r.request.log_artifact.artifact for r in wandb_records(path) if r.request.HasField("log_artifact")]
+    (bundle,) = [a for a in artifacts if a.type == "bundle"]
+    names = {entry.path for entry in bundle.manifest.contents}
+    assert {"manifest.json", "tokenizer.json"} <= names and any(n.endswith(".safetensors") for n in names)
 
 
 def test_wandb_failing_does_not_stop_training(make_recipe, monkeypatch):
