@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from karui.kernels.native import train as native
+from karui.kernels.rope import rope
+from karui.kernels.triton_support import Backend, use_triton
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -28,6 +30,7 @@ def document_attention(
     *,
     shared: bool = False,
     rotary: Rotary | None = None,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
     """Attention output [1, T, heads, D], each token seeing the tokens of its own document up to itself.
 
@@ -39,6 +42,13 @@ def document_attention(
         shared: the first document is seen by all others, before their own rows.
         rotary: cosine and sine [T, D] to rotate q and k by, q cos + rotate_half(q) sin; None: they are as they should be.
     """
+    refused = "a shared first document" if shared else _refused(q)
+    if use_triton(backend, q.device, "document_attention", refused=refused):
+        from karui.kernels.document_attention.triton import DocumentAttention
+
+        if rotary:
+            q, k = (rope(x[0].transpose(0, 1), *rotary, backend).transpose(0, 1).unsqueeze(0) for x in (q, k))
+        return DocumentAttention.apply(q, k, v, cu_seqlens, scaling)
     bounds = cu_seqlens.tolist()
     if native.attention_usable(q, k, v, bounds):
         cosine, sine = (t.contiguous() for t in rotary) if rotary else (None, None)

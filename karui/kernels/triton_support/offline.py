@@ -27,10 +27,12 @@ SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_37
 WIDE_LOADS = {80: r"ld.global.v[24]", 90: r"ld.global.v[24]", 100: r"ld.global.v[248]", 120: r"ld.global.v[248]"}
 MODULES: tuple[str, ...] = (
     "karui.kernels.cross_entropy.triton",
+    "karui.kernels.document_attention.triton",
     "karui.kernels.gemm_fp8.triton",
     "karui.kernels.gemm_mx.triton",
     "karui.kernels.gemm_weight.triton",
     "karui.kernels.linear_loss.triton",
+    "karui.kernels.paged_attention.triton",
     "karui.kernels.rms_norm.triton",
     "karui.kernels.rope.triton",
     "karui.kernels.swiglu.triton",

@@ -1,0 +1,111 @@
+"""Attention of a step's rows over keys and values that lie in blocks, and writing those keys and values.
+
+    write_kv(k, v, slots, cache)     store a step's keys and values, quantized if the cache is
+    paged_attention(q, cache, plan)  decoding, verification of a tree of drafts, prefill: one kernel, rows of any mixture
+
+The heads that share a key head are packed into one tile with the rows (grouped-query attention, arXiv 2305.13245); where rows are few
+the keys are split over programs whose partial softmaxes are merged (Flash-Decoding). No [rows, keys] mask exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from karui.configs.errors import KaruiError
+from karui.kernels.paged_attention import reference
+from karui.kernels.triton_support import Backend, use_triton
+
+TREE_ROWS = 32  # a tree's mask is one 32-bit word per row
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """keys, values [slots, G, D] of one layer; scales fp32 [slots, G] for int8 and fp8 (value = code * scale), else None."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step's sequences are; int32 on the cache's device.
+
+    query_starts: [S + 1], rows of sequence s are query_starts[s] : query_starts[s + 1].
+    contexts: [S] keys each sequence has, its own rows of this step included (they are the last ones).
+    block_tables: [S, B] block ids; slot of key j = block_tables[s, j // block_size] * block_size + j % block_size.
+    max_rows: most rows of one sequence.
+    tree: [T] words or None: bit j of row i is set if row i sees its sequence's row j. None: causal.
+    positions: [T] of the rows; needed with `window` and a tree.
+    """
+
+    query_starts: torch.Tensor
+    contexts: torch.Tensor
+    block_tables: torch.Tensor
+    block_size: int
+    max_rows: int
+    tree: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+
+def tree_words(masks: list[torch.Tensor | None], rows: list[int]) -> torch.Tensor:
+    """int32 [sum(rows)] from bool masks [q, q] per sequence (None: causal)."""
+    words: list[int] = []
+    for mask, q in zip(masks, rows):
+        if q > TREE_ROWS:
+            raise KaruiError(f"a tree of {q} rows; the kernel verifies up to {TREE_ROWS} rows of a sequence at once.")
+        seen = torch.ones(q, q, dtype=torch.bool).tril() if mask is None else mask.to(torch.bool).cpu()
+        words += [sum(1 << j for j, bit in enumerate(row) if bit) for row in seen.tolist()]
+    return torch.tensor([w - (1 << 32) if w >= 1 << 31 else w for w in words], dtype=torch.int32)
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: Cache, backend: Backend = "auto") -> None:
+    """Store k and v [T, G, D] at `slots` [T]; a slot below 0 is skipped.
+
+    int8: scale absmax / 127, nearest; fp8: scale absmax / 448, E4M3; one scale per token and head.
+    """
+    _check(cache, k)
+    if use_triton(backend, k.device, "write_kv", refused="" if k.shape[-1] <= 256 else "a head dimension above 256"):
+        from karui.kernels.paged_attention import triton
+
+        triton.write_kv(k, v, slots, cache)
+    else:
+        reference.write_kv(k, v, slots, cache)
+
+
+def paged_attention(
+    q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, window: int | None = None, backend: Backend = "auto"
+) -> torch.Tensor:
+    """[T, H, D] in q's dtype: each row of q [T, H, D] over the keys of its sequence that it may see.
+
+    Args:
+        window: a row sees only keys less than `window` positions before it.
+
+    Raises:
+        KaruiError: shapes that do not fit; a tree with more than 32 rows of one sequence.
+    """
+    _check(cache, q)
+    if q.shape[1] % cache.keys.shape[1]:
+        raise KaruiError(f"{q.shape[1]} query heads are no multiple of {cache.keys.shape[1]} key heads.")
+    if plan.tree is not None and plan.max_rows > TREE_ROWS:
+        raise KaruiError(f"a tree of {plan.max_rows} rows; the kernel verifies up to {TREE_ROWS} rows of a sequence at once.")
+    if use_triton(backend, q.device, "paged_attention", refused="" if q.shape[-1] <= 256 else "a head dimension above 256"):
+        from karui.kernels.paged_attention import triton
+
+        return triton.paged_attention(q, cache, plan, scaling, window)
+    return reference.paged_attention(q, cache, plan, scaling, window)
+
+
+def _check(cache: Cache, x: torch.Tensor) -> None:
+    scaled = cache.keys.dtype in (torch.int8, torch.float8_e4m3fn)
+    if cache.keys.shape != cache.values.shape or cache.keys.dtype not in DTYPES or scaled != (cache.key_scale is not None):
+        raise KaruiError(
+            f"a cache of {cache.keys.dtype} {tuple(cache.keys.shape)} and {tuple(cache.values.shape)} with"
+            f"{'' if cache.key_scale is not None else 'out'} scales; int8 and fp8 need scales, fp32, fp16 and bf16 have none."
+        )
+    if x.shape[-1] != cache.keys.shape[-1]:
+        raise KaruiError(f"head dimension {x.shape[-1]} against the cache's {cache.keys.shape[-1]}.")

@@ -1,0 +1,58 @@
+"""Plain torch, sequence by sequence, with the mask written out; float64 inside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from karui.kernels.paged_attention import Cache, Plan
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: Cache) -> None:
+    """As `karui.kernels.paged_attention.write_kv`."""
+    keep = slots >= 0
+    at = slots[keep].long()
+    for x, to, scales in ((k[keep], cache.keys, cache.key_scale), (v[keep], cache.values, cache.value_scale)):
+        if scales is None:
+            to[at] = x.to(to.dtype)
+            continue
+        top = 127.0 if to.dtype == torch.int8 else 448.0
+        scale = x.float().abs().amax(-1).clamp_min(1e-12) / top
+        scales[at] = scale
+        codes = (x.float() / scale[..., None]).clamp(-top, top)
+        to.view(torch.uint8)[at] = (codes.round().to(torch.int8) if to.dtype == torch.int8 else codes.to(to.dtype)).view(torch.uint8)
+
+
+def read(values: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    """float64 [len(slots), G, D]."""
+    x = values.view(torch.uint8)[slots].view(values.dtype) if values.element_size() == 1 else values[slots]
+    return x.to(torch.float64) if scale is None else x.float().double() * scale[slots].double()[..., None]
+
+
+def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, window: int | None) -> torch.Tensor:
+    """As `karui.kernels.paged_attention.paged_attention`."""
+    out = torch.zeros_like(q)
+    starts, group = plan.query_starts.tolist(), q.shape[1] // cache.keys.shape[1]
+    for s, context in enumerate(plan.contexts.tolist()):
+        start, stop = starts[s], starts[s + 1]
+        rows = stop - start
+        if not rows:
+            continue
+        j = torch.arange(context, device=q.device)
+        slots = plan.block_tables[s].long()[j // plan.block_size] * plan.block_size + j % plan.block_size
+        k, v = (read(x, scale, slots).repeat_interleave(group, 1) for x, scale in
+                ((cache.keys, cache.key_scale), (cache.values, cache.value_scale)))  # fmt: skip
+        own = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
+        if plan.tree is not None:
+            own = (plan.tree[start:stop, None].long() >> torch.arange(rows, device=q.device) & 1).bool()
+        seen = torch.cat([torch.ones(rows, context - rows, dtype=torch.bool, device=q.device), own], 1)
+        if window is not None:
+            at = plan.positions[start:stop] if plan.positions is not None else j[context - rows :]
+            place = torch.cat([j[: context - rows], at])
+            seen = seen & (place[None] > at[:, None] - window)
+        scores = torch.einsum("ihd,jhd->hij", q[start:stop].double(), k) * scaling
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[start:stop] = torch.einsum("hij,jhd->ihd", weights, v).to(q.dtype)
+    return out

@@ -1,0 +1,103 @@
+"""Reference: paged attention and the cache's writer against a float64 attention per sequence with the mask written out.
+
+fp8 is encoded and decoded in integers (`codecs`), so the interpreter's fp8 casts play no role.
+"""
+
+import pytest
+import torch
+
+from karui.configs.errors import KaruiError
+from karui.kernels.paged_attention import Cache, Plan, paged_attention, tree_words, write_kv
+
+BLOCK, SLOTS = 8, 160
+
+
+def make_cache(dtype, kv_heads, width, device):
+    scaled = dtype in (torch.int8, torch.float8_e4m3fn)
+    keys, values = (torch.zeros(SLOTS, kv_heads, width, device=device).to(dtype) for _ in range(2))
+    scales = (torch.zeros(SLOTS, kv_heads, device=device) for _ in range(2)) if scaled else (None, None)
+    return Cache(keys, values, *scales)
+
+
+def make_plan(rows, contexts, device, rng, tree=None, positions=None):
+    blocks = torch.randperm(SLOTS // BLOCK, generator=torch.Generator().manual_seed(1))
+    width = max(-(-c // BLOCK) for c in contexts)
+    tables = torch.zeros(len(rows), width, dtype=torch.int32)
+    for s, c in enumerate(contexts):
+        n = -(-c // BLOCK)
+        tables[s, :n], blocks = blocks[:n], blocks[n:]
+    starts = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32)
+    return Plan(starts.to(device), torch.tensor(contexts, dtype=torch.int32, device=device), tables.to(device), BLOCK, max(rows),
+                tree, positions)  # fmt: skip
+
+
+def filled(cache, device, rng):
+    g, d = cache.keys.shape[1:]
+    k, v = (torch.randn(SLOTS, g, d, generator=rng, device=device) for _ in range(2))
+    write_kv(k, v, torch.arange(SLOTS, device=device, dtype=torch.int32), cache, "torch")
+    return cache
+
+
+def compare(q, cache, plan, window=None, parts=(1, 3), bound=2e-2):
+    from karui.kernels.paged_attention import triton
+
+    want = paged_attention(q, cache, plan, 0.3, window, backend="torch").double()
+    for n in parts:
+        got = triton.paged_attention(q, cache, plan, 0.3, window, parts=n)
+        assert got.shape == q.shape and got.dtype == q.dtype
+        assert (got.double() - want).abs().max() <= bound * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_decode(dtype, device, rng):
+    cache = filled(make_cache(dtype, 2, 24, device), device, rng)
+    plan = make_plan([1, 1], [1, 53], device, rng)
+    q = torch.randn(2, 6, 24, generator=rng, device=device)
+    exact = device.type == "cpu"  # in the interpreter fp32 queries make the comparison sharp
+    compare(q if exact else q.bfloat16(), cache, plan, bound=1e-5 if exact else 2e-2)
+
+
+def test_verification_of_a_tree(device, rng):
+    cache = filled(make_cache(torch.float16, 1, 16, device), device, rng)
+    mask = torch.eye(5, dtype=torch.bool)
+    for child, parent in ((1, 0), (2, 0), (3, 1), (4, 2)):
+        mask[child] |= mask[parent]
+    words = tree_words([mask, None], [5, 3]).to(device)
+    q = torch.randn(8, 4, 16, generator=rng, device=device).half()
+    compare(q, cache, make_plan([5, 3], [25, 3], device, rng, words), bound=3e-3)
+    positions = torch.tensor([20, 21, 21, 22, 22, 0, 1, 2], dtype=torch.int32, device=device)
+    compare(q, cache, make_plan([5, 3], [25, 3], device, rng, words, positions), window=4, bound=3e-3)
+
+
+def test_mixture_of_prefill_and_decode(device, rng):
+    cache = filled(make_cache(torch.float16, 2, 8, device), device, rng)
+    plan = make_plan([34, 1], [34, 21], device, rng)
+    q = torch.randn(35, 8, 8, generator=rng, device=device).half()
+    compare(q, cache, plan, parts=(1,), bound=3e-3)
+    compare(q, cache, plan, window=6, parts=(2,), bound=3e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_written_bytes(dtype, device, rng):
+    k, v = (torch.randn(4, 3, 20, generator=rng, device=device).transpose(0, 1) for _ in range(2))  # strided: [3, 4, 20]
+    slots = torch.tensor([5, -1, 150], dtype=torch.int32, device=device)
+    made = [make_cache(dtype, 4, 20, device) for _ in range(2)]
+    write_kv(k, v, slots, made[0], "triton")
+    write_kv(k, v, slots, made[1], "torch")
+    for a, b in zip(vars(made[0]).values(), vars(made[1]).values()):
+        if a is not None:
+            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    assert made[0].keys[5].float().abs().sum() > 0
+
+
+def test_words_and_refusals(device):
+    assert tree_words([None], [3]).tolist() == [1, 3, 7]
+    assert tree_words([None], [32]).tolist()[-1] == -1
+    with pytest.raises(KaruiError, match="up to 32 rows"):
+        tree_words([None], [33])
+    cache = make_cache(torch.float16, 2, 8, device)
+    plan = Plan(*(torch.zeros(2, dtype=torch.int32),) * 2, torch.zeros(1, 1, dtype=torch.int32), BLOCK, 1)
+    with pytest.raises(KaruiError, match="no multiple"):
+        paged_attention(torch.zeros(1, 3, 8), cache, plan, 1.0)
+    with pytest.raises(KaruiError, match="need scales"):
+        write_kv(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.zeros(1), Cache(*[torch.zeros(4, 2, 8, dtype=torch.int8)] * 2))
