@@ -65,6 +65,9 @@ GPUS = {
 }  # fmt: skip
 
 
+_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """One linear on the planned GPU.
@@ -73,7 +76,8 @@ class LayerPlan:
         formats: the recipe's, or "high".
         hardware: what multiplies: "fp8 tensor cores", "fp4 tensor cores", or "emulated in bf16" where the GPU lacks the format.
         speed_up: of the three GEMMs against bf16; 1 for layers that stay high.
-        saved_bytes: activations kept for the backward pass, 16 bit minus what this layer keeps.
+        saved_bytes: activations kept for the backward pass, this layer's share of 16 bit minus what it keeps. In 16 bit q, k, v
+            keep one input between them, in codes each its own: for them low precision costs memory.
         seconds, high_seconds: the GEMMs of one micro-batch as planned, and in bf16.
     """
 
@@ -108,7 +112,8 @@ def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -
         raise KaruiError(f"a plan needs tokens per micro-batch, got {tokens}.")
     formats = precision.at(0)
     out = []
-    for name, reason in decide(model, precision).items():
+    reasons = decide(model, precision)
+    for name, reason in reasons.items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         shape = (tokens, linear.in_features, linear.out_features)
@@ -133,10 +138,17 @@ def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -
                 speed_up=high / low,
                 seconds=low,
                 high_seconds=high,
-                saved_bytes=tokens * linear.in_features if kept_as_codes else 0,
+                saved_bytes=round(tokens * linear.in_features * (2 / _readers(name, reasons) - 1)) if kept_as_codes else 0,
             )
         )
     return out
+
+
+def _readers(name: str, reasons: dict[str, str]) -> int:
+    """How many low-precision linears read the input of this one, by the usual names."""
+    parent, _, leaf = name.rpartition(".")
+    family = next((f for f in _ONE_INPUT if leaf in f), (leaf,))
+    return sum(reasons.get(f"{parent}.{other}" if parent else other) == "" for other in family)
 
 
 def _width(form: GemmFormat) -> float:
