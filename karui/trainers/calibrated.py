@@ -155,19 +155,29 @@ def put_on_grid(model: Any, base: QuantSpec | None, change: Callable[[str, torch
                 module.weight.copy_(quantize(change(name, module.weight), base, name=f"{name}.weight").dequantize())
 
 
-def held_out_sequences(recipe: Recipe, source: Path) -> list[list[int]]:
-    """Held-out sequences of `KL_TOKENS` tokens in all; the parity probe where the run has none."""
+def held_out_samples(recipe: Recipe, source: Path) -> list[Any]:
+    """The first held-out samples of the run, `KL_TOKENS` tokens or a little more in all; none where the run has none."""
     from karui.catalogue import load_tokenizer
     from karui.trainers.data import load_samples
 
-    tokenizer = load_tokenizer(source)
-    found: list[list[int]] = []
-    for sample in load_samples(recipe.data, tokenizer, "eval"):
-        room = KL_TOKENS - sum(map(len, found))
-        if room < 2:
+    found: list[Any] = []
+    for sample in load_samples(recipe.data, load_tokenizer(source), "eval"):
+        if sum(len(s.ids) for s in found) >= KL_TOKENS:
             break
-        found.append(sample.ids.tolist()[:room])
-    return found or [list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])]
+        found.append(sample)
+    return found
+
+
+def held_out_sequences(recipe: Recipe, source: Path) -> list[list[int]]:
+    """Token ids of `held_out_samples`, `KL_TOKENS` at most; the parity probe where the run has none."""
+    from karui.catalogue import load_tokenizer
+
+    found: list[list[int]] = []
+    for sample in held_out_samples(recipe, source):
+        room = KL_TOKENS - sum(map(len, found))
+        if room >= 2:
+            found.append(sample.ids.tolist()[:room])
+    return found or [list(load_tokenizer(source)(PROBE, add_special_tokens=False)["input_ids"])]
 
 
 def logprobs_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:

@@ -6,6 +6,9 @@ peft 2321). Which of the two costs less depends on grid, adapter and method, so 
 and compared with what was trained, base and adapter run apart:
 
     KL(trained || merged and rounded), nats per token over held-out tokens; the smaller one is taken, and both are told
+
+Being close to what was trained is not all: after a short training the original weights with the adapter can be the better model.
+A calibrated method follows the merged model closely, whichever it is, so for it the better one is taken, by held-out loss.
 """
 
 from __future__ import annotations
@@ -25,21 +28,25 @@ NONE = QuantSpec.parse("none")
 
 @dataclass(frozen=True, kw_only=True)
 class MergeChoice:
-    """The base that was chosen, as a grid (`none`: the original weights), and the KL of each candidate in nats per token."""
+    """The base that was chosen, as a grid (`none`: the original weights), and what was measured of each candidate, in nats per
+    token: its KL to base and adapter apart, or its held-out loss."""
 
     base: QuantSpec
     why: str
-    kl: dict[str, float]
+    measured: dict[str, float]
     tokens: int
+    of: Literal["kl", "loss"] = "kl"
 
     def line(self) -> str:
-        measured = ", ".join(f"{name} {value:.4f}" for name, value in self.kl.items())
+        found = ", ".join(f"{name} {value:.4f}" for name, value in self.measured.items())
         onto = "the original weights" if self.base.format == "none" else f"the dequantized {self.base} base"
-        return (f"merged into {onto} ({self.why}): KL to base and adapter apart, nats per token over {self.tokens} tokens: "
-                f"{measured}")  # fmt: skip
+        what = "KL to base and adapter apart" if self.of == "kl" else "held-out loss"
+        return f"merged into {onto} ({self.why})" + (
+            f": {what}, nats per token over {self.tokens} tokens: {found}" if found else ""
+        )
 
     def facts(self) -> dict[str, Any]:
-        return {"base": str(self.base), "why": self.why, "kl": self.kl, "tokens": self.tokens}
+        return {"base": str(self.base), "why": self.why, self.of: self.measured, "tokens": self.tokens}
 
 
 def choose_merge(
@@ -71,7 +78,38 @@ def choose_merge(
         chosen, why = min(by_base, key=lambda b: by_base[b]), "the smaller KL"
     else:
         chosen, why = (base if asked == "trained" else NONE), f"as asked: {asked}"
-    return MergeChoice(base=chosen, why=why, kl=kl, tokens=sum(map(len, sequences)))
+    return MergeChoice(base=chosen, why=why, measured=kl, tokens=sum(map(len, sequences)))
+
+
+def choose_by_loss(source: Path, adapter: Path, base: QuantSpec, samples: list[Any]) -> MergeChoice:
+    """The merge with the smaller loss on the supervised tokens of `samples` (held out from training), before any rounding.
+
+    Without samples the base that was trained is taken.
+    """
+    if not samples:
+        return MergeChoice(base=base, why="no held-out samples to judge by", measured={}, tokens=0, of="loss")
+    losses: dict[str, float] = {}
+    for candidate in (base, NONE):
+        model = merged_model(source, None, adapter=adapter, base_spec=candidate, attention="sdpa")
+        losses["original" if candidate.format == "none" else f"dequantized {candidate}"], tokens = _loss(model, samples)
+    by_base = dict(zip((base, NONE), losses.values()))
+    chosen = min(by_base, key=lambda b: by_base[b])
+    return MergeChoice(base=chosen, why="the smaller held-out loss", measured=losses, tokens=tokens, of="loss")
+
+
+def _loss(model: Any, samples: list[Any]) -> tuple[float, int]:
+    """Mean loss of the supervised tokens of samples (`ids`, `loss_mask`), and their number."""
+    import torch
+
+    total, tokens = 0.0, 0
+    for sample in samples:
+        ids, mask = torch.tensor(sample.ids.tolist()), torch.tensor(sample.loss_mask.tolist()).bool()[1:]
+        with torch.inference_mode():
+            hidden = model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0, :-1][mask]
+            logits = model.get_output_embeddings()(hidden).float()
+            total += float(torch.nn.functional.cross_entropy(logits, ids[1:][mask], reduction="sum"))
+        tokens += int(mask.sum())
+    return total / max(1, tokens), tokens
 
 
 def _round(model: Any, spec: QuantSpec) -> None:

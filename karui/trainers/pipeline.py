@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from karui.inference.bundle.export import ExportReport
     from karui.inference.evaluate.report import Report
     from karui.trainers.calibrated import Calibration
-    from karui.trainers.merging import Merge
+    from karui.trainers.merging import Merge, MergeChoice
     from karui.trainers.run import RunResult
 
 
@@ -41,38 +41,51 @@ def run_pipeline(
     Under `accelerate launch` every rank trains; export and comparison happen on the first rank.
     """
     from karui.qat.methods import method as find_method
-    from karui.trainers.calibrated import Calibration
     from karui.trainers.run import run_recipe
 
     if not isinstance(recipe, Recipe):
         recipe = Recipe.load(recipe, overrides)
     for item in recipe.export:
         find_method(item.method)  # a wrong name should not cost a training run
-    result = run_recipe(recipe, resume=resume, dry_run=dry_run)
-    if result.final is None or int(os.environ.get("RANK", "0")) != 0:
-        return PipelineResult(run=result, bundles=(), reports=())
-    bundles = []
+    result = run_recipe(recipe, resume=resume, dry_run=dry_run, hold_tracker=True)
+    try:
+        if result.final is None or int(os.environ.get("RANK", "0")) != 0:
+            return PipelineResult(run=result, bundles=(), reports=())
+        return _export_and_compare(recipe, result)
+    finally:
+        if result.tracker is not None:
+            result.tracker.finish()
+
+
+def _export_and_compare(recipe: Recipe, result: RunResult) -> PipelineResult:
+    from karui.trainers.calibrated import Calibration
+    from karui.trainers.compare import compare
+    from karui.trainers.talk import answer
+
+    bundles: list[Path] = []
     for item in recipe.export:
         target = Path(item.output.format(run=result.folder, spec=str(item.spec).replace(":", "-")))
         how = Calibration(method=item.method, samples=item.samples, length=item.length)
         done = export_run(result.folder, spec=item.spec, embedding=item.embedding, output=target, how=how, merge=item.merge)
         bundles.append(done.path)
-    reports: list[Report] = []
-    if bundles:
-        from karui.trainers.compare import compare
-
-        wanted = recipe.eval
-        reports = compare(
-            [recipe.model.name, *map(str, bundles)],
-            text=Path(wanted.perplexity) if wanted.perplexity else None,
-            windows=wanted.windows,
-            data=recipe.data if wanted.held_out and (recipe.data.eval or recipe.data.holdout) else None,
-            speed=wanted.speed,
-        )
-        for question in wanted.questions:
-            from karui.trainers.talk import answer
-
-            answer(str(bundles[-1]), question, {"max_tokens": 160}, show_question=True)
+    if not bundles:
+        return PipelineResult(run=result, bundles=(), reports=())
+    wanted = recipe.eval
+    reports = compare(
+        [recipe.model.name, *map(str, bundles)],
+        text=Path(wanted.perplexity) if wanted.perplexity else None,
+        windows=wanted.windows,
+        data=recipe.data if wanted.held_out and (recipe.data.eval or recipe.data.holdout) else None,
+        speed=wanted.speed,
+    )
+    answers = [(q, answer(str(bundles[-1]), q, {"max_tokens": 160}, show_question=True)) for q in wanted.questions]
+    if tracker := result.tracker:
+        if answers:
+            tracker.texts("answers", ("question", "answer"), answers)
+        for bundle, report in zip(bundles, reports[1:]):
+            tracker.config({f"bundle {bundle.name}": report.to_dict()})
+            if recipe.track.artifact:
+                tracker.artifact(bundle, kind="bundle", metadata={"recipe": recipe.name})
     return PipelineResult(run=result, bundles=tuple(bundles), reports=tuple(reports))
 
 
@@ -100,9 +113,9 @@ def export_run(
     from karui.inference.bundle.export import export_model
     from karui.inference.bundle.staging import check_target
     from karui.qat.methods import method as find_method
-    from karui.trainers.calibrated import Calibration, calibrate, held_out_sequences
+    from karui.trainers.calibrated import Calibration, calibrate, held_out_samples, held_out_sequences
     from karui.trainers.converted import load_converted
-    from karui.trainers.merging import choose_merge
+    from karui.trainers.merging import choose_by_loss, choose_merge
     from karui.trainers.parity import BOUND, INT8_BOUND, make_gate, merged_model
 
     folder = Path(run)
@@ -129,12 +142,12 @@ def export_run(
         raise KaruiError(f"{folder} was trained on its grid, so method {how.method} has nothing to find; leave the method out.")
     if not quantized:
         check_target(Path(output), overwrite=False)  # before the work
+    choice: MergeChoice | None = None
     if adapter is not None and base is not None and merge == "auto" and find_method(how.method).calibrates:
-        # What such a method loses to the grid is small beside what the other base's rounding errors cost (docs/log.md, Export).
-        console.print(f"  merged into the dequantized {base} base, as trained; {how.method} finds a grid for the sum")
-        notes["merge"] = {"base": str(base), "why": f"calibrated with {how.method}"}
+        choice = choose_by_loss(source, adapter, base, held_out_samples(recipe, source))
     elif adapter is not None and base is not None:
         choice = choose_merge(source, adapter, base, spec, held_out_sequences(recipe, source), merge)
+    if choice is not None:
         base = choice.base
         notes["merge"] = choice.facts()
         console.print(f"  {choice.line()}")

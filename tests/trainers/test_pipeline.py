@@ -93,6 +93,11 @@ def test_an_export_is_calibrated_on_the_run_s_own_samples(finished, method):
     assert found["merge_difference"] < 1e-3 and found["kl_to_merged"] > 0
     if method in ("gptq", "autoround"):
         assert found["kl_to_merged"] < nearest["kl_to_merged"]
+    if method != "hqq":  # the better of both merges, by held-out loss
+        merge = report.manifest.provenance.notes["merge"]
+        losses = merge["loss"]
+        assert set(losses) == {"dequantized nf4dq", "original"} and merge["why"] == "the smaller held-out loss"
+        assert (merge["base"] == "none") == (losses["original"] < losses["dequantized nf4dq"])
     specs = {n: t.spec for n, t in report.manifest.tensors.items() if t.spec != "none"}
     assert set(specs.values()) == {"w3g32", "w8"} and len(specs) == 2 * 7 + 1
     assert answer(str(report.path), "what is 3 plus 9", {"max_tokens": 4})
