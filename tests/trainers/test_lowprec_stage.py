@@ -62,10 +62,10 @@ def test_a_resume_gives_the_same_bits_and_the_same_state(make_recipe, tmp_path, 
 
 def test_a_resume_with_another_recipe_is_refused(make_recipe):
     run = {"checkpoint_every": 2}
-    folder = run_recipe(make_recipe(prepare=[{"method": "fp8-delayed", "history": 4}], optim=OPTIM, run=run)).folder
+    folder = run_recipe(make_recipe(prepare=[{"method": "fp8-delayed", "history": 4}], optim={**OPTIM, "steps": 2}, run=run)).folder
     for other in ({"method": "mxfp8"}, {"method": "fp8-delayed", "history": 8}, {"method": "fp8-delayed", "history": 4, "wgrad": "high"}):
         with pytest.raises(KaruiError, match="prepare.*belongs to another run|belongs to another run.*prepare"):
-            run_recipe(make_recipe(prepare=[other], optim=OPTIM, run=run), resume=folder / "checkpoint-000002")
+            run_recipe(make_recipe(prepare=[other], optim={**OPTIM, "steps": 2}, run=run), resume=folder)
 
 
 def test_a_schedule_of_formats_is_followed(make_recipe):
