@@ -72,7 +72,7 @@ class Library:
             ("karui_configure", None, [p, p]), ("karui_allocate", i, [p, C.c_int64, i]), ("karui_forward", i, [p, p]),
             ("karui_copy_slots", None, [p, p, p, i]), ("karui_set_loras", None, [p, p, i]), ("karui_linear", None, [p, p, i, p]),
             ("karui_decode_rows", None, [p, p, i, p]), ("karui_argmax", None, [p, i, i, p]),
-            ("karui_top_k", None, [p, i, i, i, p, p]), ("karui_sample", None, [p, i, i, p, p, p]),
+            ("karui_top_k", None, [p, i, i, i, p, p]), ("karui_threads", i, [p]), ("karui_sample", None, [p, i, i, p, p, p]),
         ):
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments

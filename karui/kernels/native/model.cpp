@@ -715,6 +715,8 @@ int karui_forward(void* model, const Batch* batch) {
     return 0;
 }
 
+int karui_threads(void* model) { return ((Model*)model)->team.active(); }  // of the next step, see threads.h
+
 void karui_copy_slots(void* model, const int32_t* from, const int32_t* to, int count) {
     for (const Cache& c : ((Model*)model)->cache)
         for (int i = 0; i < count; i++) copy_slot(c, from[i], to[i]);

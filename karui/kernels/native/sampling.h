@@ -2,7 +2,6 @@
 // top-p, min-p, then the inverse of the cumulative distribution, ids ascending, in double.
 #pragma once
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "simd.h"
@@ -78,20 +77,34 @@ private:
         }
         return sorted_.back();
     }
-    void cut(const Draw& want) {
-        if (want.top_p < 1) {
-            order_.resize(ids_.size());
-            std::iota(order_.begin(), order_.end(), 0);
-            std::stable_sort(order_.begin(), order_.end(), [&](int a, int b) { return p_[a] > p_[b]; });
-            double mass = 0;
-            size_t keep = 0;
-            while (keep < order_.size()) { mass += p_[order_[keep++]]; if (mass >= (double)want.top_p) break; }
-            order_.resize(keep);
-            std::sort(order_.begin(), order_.end());
-            for (size_t i = 0; i < keep; i++) { ids_[i] = ids_[order_[i]]; p_[i] = p_[order_[i]]; }
-            ids_.resize(keep);
-            p_.resize(keep);
+    // Keeps the smallest set of the likeliest whose mass reaches top_p; the lower id first among equals. Only the tokens that share the
+    // border's bin (their float's exponent and 7 bits of mantissa) are sorted.
+    void nucleus(float top_p) {
+        auto bin_of = [](float p) { uint32_t b; memcpy(&b, &p, 4); return b >> 16; };  // p in [0, 1]: at most 0x3f80
+        bins_.assign(0x3f81, 0.0);
+        for (float p : p_) bins_[bin_of(p)] += p;
+        double mass = 0;
+        uint32_t border = 0x3f80;
+        while (border > 0 && mass + bins_[border] < (double)top_p) mass += bins_[border--];
+        order_.clear();
+        for (size_t i = 0; i < p_.size(); i++) if (bin_of(p_[i]) == border) order_.push_back((int)i);
+        std::stable_sort(order_.begin(), order_.end(), [&](int a, int b) { return p_[a] > p_[b]; });
+        size_t keep = 0;
+        while (keep < order_.size()) { mass += p_[order_[keep++]]; if (mass >= (double)top_p) break; }
+        order_.resize(keep);
+        std::sort(order_.begin(), order_.end());
+        size_t kept = 0, next = 0;
+        for (size_t i = 0; i < p_.size(); i++) {
+            const uint32_t bin = bin_of(p_[i]);
+            const bool listed = next < keep && order_[next] == (int)i;
+            next += listed;
+            if (bin > border || listed) { ids_[kept] = ids_[i]; p_[kept++] = p_[i]; }
         }
+        ids_.resize(kept);
+        p_.resize(kept);
+    }
+    void cut(const Draw& want) {
+        if (want.top_p < 1) nucleus(want.top_p);
         if (want.min_p > 0 && !p_.empty()) {
             const float least = want.min_p * *std::max_element(p_.begin(), p_.end());
             size_t kept = 0;
@@ -139,5 +152,6 @@ private:
 
     static constexpr int kBlock = 1024;
     std::vector<float> e_, p_, sorted_;
+    std::vector<double> bins_;
     std::vector<int> ids_, order_;
 };
