@@ -68,7 +68,8 @@ def run_recipe(
     """Train as the recipe says.
 
     Args:
-        resume: True: from the newest checkpoint in the recipe's run folder; a path: from that checkpoint or run folder.
+        resume: True: from the newest checkpoint in the recipe's run folder; "auto": likewise, or from the start when there is
+            none; a path: from that checkpoint or run folder.
         dry_run: print the preflight and train nothing.
         setup: model and samples made before, for callers that bring their own; default: `prepare(recipe)`.
         hold_tracker: leave the trackers open in the result, for what is still to be logged; the caller closes them.
@@ -106,6 +107,8 @@ def run_recipe(
         )
     _set_threads(recipe, accelerator)
     main = accelerator.is_main_process
+    if resume == "auto":
+        resume = bool(ckpt.list_checkpoints(folder))
     start = ckpt.find_checkpoint(folder if resume is True else resume) if resume else None
     if dry_run:
         if main:
@@ -261,6 +264,8 @@ def prepare(recipe: Recipe) -> Setup:
     )
     for stage in stages:
         model = stage.prepare(model)
+    for stage in stages:
+        samples = stage.training_samples(samples)
     install_lean_ops(model)
     return Setup(recipe=recipe, model=model, tokenizer=tokenizer, samples=samples, held_out=held_out if len(held_out) else None,
                  base=base, data=_data_hash(samples), stages=stages)
@@ -431,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", help="a YAML file or the name of a shipped recipe")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="PATH",
-                        help="go on from the newest checkpoint of the run folder, or from PATH")
+                        help="go on from the newest checkpoint of the run folder, or from PATH; auto: start when there is none")
     parser.add_argument("--dry-run", action="store_true", help="print what would happen; train nothing")
     given = parser.parse_args(argv)
     from karui.trainers.pipeline import run_pipeline

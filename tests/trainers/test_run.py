@@ -352,6 +352,15 @@ def test_tensorboard_files_hold_every_step(make_recipe):
     assert [s.value for s in events.Scalars("train/loss")] == pytest.approx([x[1] for x in steps_of(result.folder)], rel=1e-6)
 
 
+def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(make_recipe):
+    recipe = make_recipe(run={"checkpoint_every": 2, "keep": 3})
+    first = run_recipe(recipe, resume="auto")
+    assert first.metrics["steps"] == 6
+    again = run_recipe(recipe, resume="auto")  # from the checkpoint of the last step: nothing is left to do
+    assert again.metrics["steps"] == 6 and again.metrics["tokens_per_s"] is None
+    assert not list(recipe.output.parent.glob("run.old*"))
+
+
 def test_dry_run_trains_nothing(make_recipe, capsys):
     recipe = make_recipe()
     assert run_recipe(recipe, dry_run=True).final is None
