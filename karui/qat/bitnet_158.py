@@ -22,13 +22,13 @@ from karui.qat.fake import Nearest, QATLinear
 
 
 class Blend(nn.Module):
-    """lambda, shared by all layers of a model; a buffer, so that a checkpoint holds it."""
+    """lambda, shared by all layers of a model; it follows from the step, so no checkpoint holds it."""
 
     value: torch.Tensor
 
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()
-        self.register_buffer("value", torch.tensor(value))
+        self.register_buffer("value", torch.tensor(value), persistent=False)
 
     def at(self, step: int, warmup: int) -> None:
         """lambda = min(step / warmup, 1)."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,6 +94,29 @@ class StepLinear(nn.Linear):
         return QTensor(codes=q.codes, scale=self.step().to(DTYPES[q.spec.scale_dtype]), zero=q.zero, spec=q.spec, shape=q.shape)
 
 
+def swap_in(model: nn.Module, codes: Mapping[str, QTensor]) -> dict[str, StepLinear]:
+    """Put a `StepLinear` in place of every named weight's linear; the new ones by weight name."""
+    found = {}
+    for name, q in codes.items():
+        parent, _, last = name.removesuffix(".weight").rpartition(".")
+        owner = model.get_submodule(parent)
+        found[name] = StepLinear(getattr(owner, last), q)
+        setattr(owner, last, found[name])
+    return found
+
+
+@torch.no_grad()
+def swap_out(model: nn.Module, linears: Mapping[str, StepLinear]) -> dict[str, QTensor]:
+    """Ordinary linears again, holding the dequantized values; the codes by weight name."""
+    codes = {name: m.qtensor() for name, m in linears.items()}
+    for name, m in linears.items():
+        linear = nn.Linear(m.in_features, m.out_features, bias=m.bias is not None, device="meta")
+        linear.weight, linear.bias = nn.Parameter(codes[name].dequantize(), requires_grad=False), m.bias
+        parent, _, last = name.removesuffix(".weight").rpartition(".")
+        setattr(model.get_submodule(parent), last, linear)
+    return codes
+
+
 class DistilledLoss(torch.autograd.Function):
     """(hidden [T, H], head [V, H], teacher hidden [T, H] or None, targets [T], d) -> mean loss; gradient for hidden only.
 
@@ -144,19 +168,14 @@ class EndToEnd:
         self.half = in_bfloat16(config.precision, self.device)
         self.head: torch.Tensor = model.get_output_embeddings().weight.detach()  # type: ignore[operator]
         self.norm: nn.Module = self.base.norm  # type: ignore[assignment]
-        self.linears: dict[str, StepLinear] = {}
         self.norms = {
             f"{n}.weight": m.weight for n, m in model.named_modules()
             if config.norms and isinstance(getattr(m, "weight", None), nn.Parameter) and m.weight.ndim == 1  # type: ignore[union-attr]
         }  # fmt: skip
         with torch.no_grad():
             self.final = self.norm.weight.clone() if f"{self.prefix.rpartition('.')[0]}.norm.weight" in self.norms else None
-        for name, q in done.items():
-            if isinstance(q, QTensor) and q.spec.format == "int":
-                path = name.removesuffix(".weight")
-                parent, _, last = path.rpartition(".")
-                self.linears[name] = StepLinear(model.get_submodule(path), q.to(self.device))  # type: ignore[arg-type]
-                setattr(model.get_submodule(parent), last, self.linears[name])
+        codes = {n: q.to(self.device) for n, q in done.items() if isinstance(q, QTensor) and q.spec.format == "int"}
+        self.linears = swap_in(model, codes)
 
     def loss(self, pick: torch.Tensor, half: bool | None = None) -> torch.Tensor:
         half = self.half if half is None else half
@@ -213,19 +232,6 @@ class EndToEnd:
         for p in self.norms.values():
             p.requires_grad_(False)
 
-    @torch.no_grad()
-    def put_back(self) -> dict[str, QTensor]:
-        """Ordinary linears again, holding the dequantized values; the codes by weight name."""
-        found = {}
-        for name, m in self.linears.items():
-            q = m.qtensor()
-            linear = nn.Linear(m.in_features, m.out_features, bias=m.bias is not None, device="meta")
-            linear.weight, linear.bias = nn.Parameter(q.dequantize(), requires_grad=False), m.bias
-            parent, _, last = name.removesuffix(".weight").rpartition(".")
-            setattr(self.model.get_submodule(parent), last, linear)
-            found[name] = q.to("cpu")
-        return found
-
 
 def finish_model(
     model: nn.Module, done: dict[str, Any], report: list[LayerReport], rows: torch.Tensor, teacher: torch.Tensor,
@@ -246,7 +252,7 @@ def finish_model(
                 m.a.fill_(1)
             for n, p in run.norms.items():
                 p.copy_(norms[n])
-    done |= run.put_back()
+    done |= {n: q.to("cpu") for n, q in swap_out(model, run.linears).items()}
     if after <= before:
         done |= {n: p.detach().cpu().clone() for n, p in run.norms.items()}
     facts = {"e2e_loss_before": before, "e2e_loss": min(before, after), "e2e_tokens": config.e2e_epochs * rows.numel()}

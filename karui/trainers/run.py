@@ -409,7 +409,8 @@ def _check_isolation(recipe: Recipe, loss: Any, setup: Setup) -> None:
 def _data_hash(samples: SampleSet) -> str:
     digest = hashlib.sha256()
     for part in (samples.ids, samples.loss_mask, samples.offsets):
-        digest.update(part.tobytes())
+        for at in range(0, len(part), 1 << 20):  # a large set is mapped from disk, never in memory as a whole
+            digest.update(part[at : at + (1 << 20)].tobytes())
     return digest.hexdigest()[:16]
 
 

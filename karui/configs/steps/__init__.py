@@ -10,11 +10,15 @@ from karui.configs.steps.adapters import Ia3Step, LoraStep, PromptStep, VeraStep
 from karui.configs.steps.lowprec import LowPrecisionStep
 from karui.configs.steps.prune import PruneStep
 from karui.configs.steps.ptq import PostTrainingStep
+from karui.configs.steps.qat import BitNetStep, EfficientQatStep, LearnedGridStep, LlmQatStep, QatLoraStep
 
 PrepareStep = Annotated[
-    PruneStep | PostTrainingStep | LoraStep | VeraStep | Ia3Step | PromptStep | LowPrecisionStep, Field(discriminator="method")
-]
+    PruneStep | PostTrainingStep | LearnedGridStep | EfficientQatStep | BitNetStep | LlmQatStep | QatLoraStep
+    | LoraStep | VeraStep | Ia3Step | PromptStep | LowPrecisionStep,
+    Field(discriminator="method"),
+]  # fmt: skip
 
 __all__ = [
-    "Ia3Step", "LoraStep", "LowPrecisionStep", "PostTrainingStep", "PrepareStep", "PromptStep", "PruneStep", "VeraStep",
+    "BitNetStep", "EfficientQatStep", "Ia3Step", "LearnedGridStep", "LlmQatStep", "LoraStep", "LowPrecisionStep",
+    "PostTrainingStep", "PrepareStep", "PromptStep", "PruneStep", "QatLoraStep", "VeraStep",
 ]  # fmt: skip

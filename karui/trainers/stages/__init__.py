@@ -7,12 +7,20 @@ import importlib
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
 from karui.configs.section import Section
-from karui.configs.steps import Ia3Step, LoraStep, LowPrecisionStep, PostTrainingStep, PromptStep, PruneStep, VeraStep
+from karui.configs.steps import (
+    BitNetStep, EfficientQatStep, Ia3Step, LearnedGridStep, LlmQatStep, LoraStep, LowPrecisionStep, PostTrainingStep, PromptStep,
+    PruneStep, QatLoraStep, VeraStep,
+)  # fmt: skip
 from karui.trainers.stages.base import Context, Stage
 
 _STAGES: dict[type[Section], str] = {
     PruneStep: "prune:PruneStage",
     PostTrainingStep: "ptq:PostTrainingStage",
+    LearnedGridStep: "qat:LearnedGridStage",
+    EfficientQatStep: "qat:EfficientQatStage",
+    BitNetStep: "qat:BitNetStage",
+    LlmQatStep: "qat:LlmQatStage",
+    QatLoraStep: "qat:QatLoraStage",
     LoraStep: "adapters:LoraStage",
     VeraStep: "adapters:VeraStage",
     Ia3Step: "adapters:Ia3Stage",

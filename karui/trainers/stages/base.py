@@ -61,6 +61,10 @@ class Stage:
         """Change the model for training; in place or not, the result goes on. Runs on every rank, seeded alike."""
         raise NotImplementedError
 
+    def training_samples(self, samples: SampleSet) -> SampleSet:
+        """What the run trains on, given what the recipe's data gives; called once after all stages have prepared."""
+        return samples
+
     def lines(self) -> list[str]:
         """What became of the model, printed before training starts."""
         return []
