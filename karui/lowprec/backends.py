@@ -2,7 +2,8 @@
 
     emulate    any device: codes times scales in fp32, one fp32 matmul. The reference.
     scaled_mm  torch._scaled_mm on FP8 codes, one scale per tensor or row; the operands are zero-padded to 16.
-    triton     karui's own kernels, where `karui.kernels` has one for the recipe.
+    triton     karui's own GEMMs on codes, `kernels.gemm_fp8` and `kernels.gemm_mx`; on a CPU in Triton's interpreter only. Not
+               yet what `auto` takes.
     te         TransformerEngine's modules, which replace the layer instead of its GEMMs: see `transformer_engine.py`.
 
 An explicit backend that cannot serve a layer is an error; `auto` names what it took and why.
@@ -15,7 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from karui.configs.errors import UnsupportedError
+from karui.kernels.gemm_fp8 import gemm_fp8
+from karui.kernels.gemm_mx import gemm_mx
+from karui.kernels.quantize.elements import pack_pairs
+from karui.kernels.quantize.microscaling import BLOCK as MX_BLOCK
+from karui.kernels.quantize.microscaling import Microscaled
+from karui.kernels.quantize.nvfp4 import Nvfp4
 from karui.kernels.quantize.scaled_float8 import ScaledFloat8
+from karui.kernels.train_quantize import Coded as PackedCodes
+from karui.kernels.triton_support import obstacle as triton_obstacle
 from karui.lowprec.operand import Coded, High
 from karui.lowprec.precision import Precision
 
@@ -38,7 +47,10 @@ def choose(precision: Precision, device: torch.device) -> Choice:
     if wanted == "emulate":
         return Choice("emulate", "asked for")
     if wanted == "triton":
-        raise UnsupportedError("backend triton: no Triton kernel for low-precision linears is part of this build; use emulate.")
+        eight = any(f.startswith("fp8") for f in precision._formats())
+        if reason := triton_obstacle(device, 89 if eight else 80):
+            raise UnsupportedError(f"backend triton: {reason}; use backend emulate (or auto, which falls back and says so).")
+        return Choice("triton", "asked for")
     if wanted == "te":
         raise UnsupportedError(
             "backend te replaces whole modules and is not a GEMM of this converter; use it in a recipe, or "
@@ -62,6 +74,10 @@ def multiply(a: Coded, b: Coded, backend: str, dtype: torch.dtype) -> torch.Tens
         return a.value.to(dtype) @ b.value.to(dtype).t()
     if backend == "scaled_mm" and isinstance(a, ScaledFloat8) and isinstance(b, ScaledFloat8):
         return _scaled_mm(a, b, dtype)
+    if backend == "triton" and isinstance(a, ScaledFloat8) and isinstance(b, ScaledFloat8):
+        return gemm_fp8(a, b, dtype, backend="triton")
+    if backend == "triton" and isinstance(a, (Microscaled, Nvfp4)) and isinstance(b, (Microscaled, Nvfp4)):
+        return gemm_mx(_packed(a), _packed(b), dtype, backend="triton")
     return (a.dequantize().float() @ b.dequantize().float().t()).to(dtype)
 
 
@@ -84,6 +100,17 @@ def _scaled_mm(a: ScaledFloat8, b: ScaledFloat8, dtype: torch.dtype) -> torch.Te
         left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32 if dtype == torch.float32 else dtype
     )
     return out[:, :cols]
+
+
+def _packed(q: Microscaled | Nvfp4) -> PackedCodes:
+    """The layout of karui's kernels: two 4-bit codes a byte, K padded with zero codes to whole blocks."""
+    tile = q.tile if isinstance(q, Nvfp4) else (1, MX_BLOCK)
+    codes = q.codes.contiguous()
+    if codes.dtype == torch.uint8:
+        codes = pack_pairs(_pad(codes, 0, -codes.shape[1] % tile[1]))
+    scale = q.scale if isinstance(q, Nvfp4) else q.exponent
+    shape = (q.codes.shape[0], q.codes.shape[1])
+    return PackedCodes(codes, scale.contiguous(), tile, shape, q.global_scale if isinstance(q, Nvfp4) else None)
 
 
 def _pad(codes: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
