@@ -36,6 +36,14 @@ class ModelSection(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
+class MixPart(Section):
+    """A further source beside `data.train`."""
+
+    source: str = Field(description="as data.train")
+    weight: float = Field(1.0, gt=0, description="share of the characters against data.weight and the other parts")
+    repeat: int = Field(1, ge=1, description="times it may be read; the mix ends when a source is spent")
+
+
 class DataSection(Section):
     """Where samples come from and how they become token sequences."""
 
@@ -49,11 +57,21 @@ class DataSection(Section):
     text: str = Field("text", description="column with raw text")
     system: str | None = Field(None, description="system message put before every prompt or chat that has none")
     max_length: int = Field(1024, ge=8, description="tokens per sample")
-    overlong: Literal["drop", "truncate", "error"] = Field("drop", description="what happens to longer samples; always counted")
+    overlong: Literal["drop", "truncate", "split", "error"] = Field(
+        "drop", description="what happens to longer samples; always counted. split: raw text only, into consecutive pieces")
     packing: bool = Field(True, description="several samples in one sequence, isolated from one another")
     train_on: Literal["assistant", "all"] = Field("assistant", description="which tokens carry loss")
     limit: int | None = Field(None, ge=1, description="use only the first rows of train")
+    tokens: int | None = Field(None, ge=1, description="stop taking rows of train once their samples hold this many tokens")
+    mix: tuple[MixPart, ...] = Field((), description="further sources, read beside train in the shares of their weights")
+    weight: float = Field(1.0, gt=0, description="share of train in the mix")
+    repeat: int = Field(1, ge=1, description="times train may be read in a mix")
+    dedup: bool = Field(False, description="leave out samples whose tokens came before; else they are only counted")
+    workers: int = Field(0, ge=0, description="processes that render and tokenize; 0: this one, whose tokenizer uses all cores")
     shuffle: bool = True
+    shuffle_window: int | None = Field(
+        None, ge=1, description="shuffle within so many neighbours, and the order of those windows; null: over everything. "
+        "For sets larger than memory on a slow disk")
 
 
 class OptimSection(Section):

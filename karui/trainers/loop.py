@@ -189,7 +189,7 @@ class Loop:
             self._plan = epoch, plan_epoch(
                 self.samples.lengths, batch=recipe.optim.batch, micro_tokens=recipe.optim.micro_tokens,
                 rank=accelerator.process_index, world=accelerator.num_processes, seed=recipe.run.seed, epoch=epoch,
-                shuffle=recipe.data.shuffle, packing=recipe.data.packing,
+                shuffle=recipe.data.shuffle, packing=recipe.data.packing, window=recipe.data.shuffle_window,
             )
         batches = [collate([self.samples[i] for i in micro]) for micro in self._plan[1][at]]
         return step / steps_per_epoch, batches

@@ -377,7 +377,7 @@ def test_chat_needs_a_template(write, tokenizers_by_name):
 def test_nothing_is_cached_when_it_fails(write, chatml, own_cache):
     with pytest.raises(KaruiError):
         load(write("c.jsonl", [chat(U)]), chatml)
-    assert not list(own_cache.rglob("*"))
+    assert not files(own_cache)
 
 
 # ---- cache ------------------------------------------------------------------------------------------------------------

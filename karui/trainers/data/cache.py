@@ -7,11 +7,14 @@ tokenize and render. A stale hit is therefore impossible, and a damaged file is 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,13 @@ import numpy as np
 from karui.catalogue.store import cache_root
 from karui.configs.recipe import DataSection
 from karui.trainers.data.sources import Source
+from karui.trainers.data.spool import ARRAYS
 from karui.trainers.data.types import Counts, SampleSet
 
 log = logging.getLogger(__name__)
-_IRRELEVANT = {"packing", "shuffle", "train", "eval"}  # the files' content stands for their names
-_ARRAYS = ("offsets", "source_rows", "ids", "loss_mask")
-_NUMPY = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
+# the files' content and the mix's shares are in the source's fingerprint
+_IRRELEVANT = {"packing", "shuffle", "shuffle_window", "workers", "train", "eval", "mix", "weight", "repeat"}
+_NUMPY = dict(ARRAYS.values())
 
 
 def cache_key(section: DataSection, tokenizer: Any, source: Source, split: str) -> str:
@@ -61,21 +65,43 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _path(key: str) -> Path:
+def cache_path(key: str) -> Path:
     return cache_root() / "data" / f"{key[:32]}.safetensors"
+
+
+def describe_cached(key: str, counts: Counts, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a cache file; `about` has a set's source, format and notes."""
+    return {"key": key, "counts": counts.to_json(), **about}
+
+
+@contextmanager
+def building(key: str) -> Iterator[None]:
+    """Held by one process of this machine at a time, so that ranks that start together tokenize once."""
+    path = cache_path(key).with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:  # a cache that cannot be written is warned of when it is
+        yield
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        file.close()
+        path.unlink(missing_ok=True)
 
 
 def write_cache(key: str, samples: SampleSet) -> None:
     """Keep a set, atomically. A disk that cannot take it is logged: the samples are in memory anyway."""
     from safetensors.numpy import save_file
 
-    path = _path(key)
-    about = {"key": key, "counts": samples.counts.to_json(), "source": samples.source, "format": samples.format,
-             "notes": samples.notes}
+    path = cache_path(key)
+    about = describe_cached(key, samples.counts, {"source": samples.source, "format": samples.format, "notes": samples.notes})
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: getattr(samples, name) for name in _ARRAYS}, temporary, metadata={"karui": json.dumps(about)})
+        save_file({name: getattr(samples, name) for name in ARRAYS}, temporary, metadata={"karui": json.dumps(about)})
         os.replace(temporary, path)
     except Exception as error:  # safetensors wraps OSError in a type of its own
         temporary.unlink(missing_ok=True)
@@ -84,7 +110,7 @@ def write_cache(key: str, samples: SampleSet) -> None:
 
 def read_cache(key: str) -> SampleSet | None:
     """The set kept under this key; None when there is none, or when the file is damaged (which is logged)."""
-    path = _path(key)
+    path = cache_path(key)
     if not path.is_file():
         return None
     try:
@@ -96,7 +122,7 @@ def read_cache(key: str) -> SampleSet | None:
         about = json.loads(header["__metadata__"]["karui"])
         if about["key"] != key:
             raise ValueError("written for another key")
-        arrays = {name: _mapped(path, 8 + size, header[name]) for name in _ARRAYS}
+        arrays = {name: _mapped(path, 8 + size, header[name]) for name in ARRAYS}
         counts = Counts(**about["counts"])
         if {len(arrays["ids"]), len(arrays["loss_mask"]), int(arrays["offsets"][-1])} != {counts.tokens}:
             raise ValueError("the arrays do not fit its counts")

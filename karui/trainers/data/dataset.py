@@ -1,7 +1,9 @@
 """From a recipe's data section to a `SampleSet`, kept on disk under a key of everything that decides its tokens.
 
-Rows are read, checked, rendered and tokenized in batches. What the length policy and the masks leave out is counted; nothing
-disappears without a number, and a set with nothing to learn from is an error before training starts.
+Rows are streamed: read, checked, rendered and tokenized in batches, and past some size written to disk as they come, so that
+memory does not grow with the data. What is trained on is mapped from that file and can be asked for in any order, which is what
+makes shuffling global and resuming exact. What the length policy and the masks leave out is counted; nothing disappears without
+a number, and a set with nothing to learn from is an error before training starts.
 """
 
 from __future__ import annotations
@@ -9,25 +11,29 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
-from typing import Any, Literal
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import DataSection
-from karui.trainers.data.cache import cache_key, read_cache, write_cache
-from karui.trainers.data.formats import Example, Format, decide_format, read_example
-from karui.trainers.data.masks import Encoder, Tokens, encode_masked
+from karui.trainers.data.cache import building, cache_key, cache_path, describe_cached, read_cache, write_cache
+from karui.trainers.data.encoding import RowEncoder, encode_rows
+from karui.trainers.data.formats import Format, decide_format
+from karui.trainers.data.masks import Tokens
+from karui.trainers.data.mixing import MixSource, Part
+from karui.trainers.data.seen import Seen
 from karui.trainers.data.sources import Row, Source, open_source
-from karui.trainers.data.templates import ChatTemplate, Rendered
+from karui.trainers.data.spool import Spool
+from karui.trainers.data.templates import ChatTemplate
 from karui.trainers.data.types import Counts, Sample, SampleSet
 
 log = logging.getLogger(__name__)
 Split = Literal["train", "eval"]
-_BATCH_ROWS = 256
+T = TypeVar("T")
 _BLOCK_CHARS = 1 << 20  # of a text file tokenized at once
 
 
@@ -52,12 +58,20 @@ def load_samples(section: DataSection, tokenizer: Any, split: Split, *, cache: b
     own = split == "eval" and section.eval is not None
     name = str(section.eval) if own else section.train
     source = open_source(name, default_splits=("test", "validation") if own else ("train",))
-    key = cache_key(section, tokenizer, source, split) if cache else ""
-    found = read_cache(key) if cache else None
-    if found is None:
-        found = _Builder(section, tokenizer, source).build(split if not own else "all", progress)
-        if cache:
-            write_cache(key, found)
+    if section.mix and not own:
+        parts = [Part(source, section.weight, section.repeat)]
+        parts += [Part(open_source(m.source), m.weight, m.repeat) for m in section.mix]
+        source = MixSource(tuple(parts))
+    part = "all" if own else split
+    found: SampleSet | None
+    if not cache:
+        found = _Builder(section, tokenizer, source, None).build(part, progress)
+    else:
+        key = cache_key(section, tokenizer, source, split)
+        found = read_cache(key)
+        if found is None:
+            with building(key):
+                found = read_cache(key) or _Builder(section, tokenizer, source, key).build(part, progress)
     c = found.counts
     log.info("data %s (%s): %d rows, %d used, %d tokens, %d supervised; dropped: %d overlong, %d unsupervised, %d empty; "
              "%d truncated", name, split, c.rows, c.used, c.tokens, c.supervised_tokens, c.dropped_overlong, c.unsupervised,
@@ -66,85 +80,104 @@ def load_samples(section: DataSection, tokenizer: Any, split: Split, *, cache: b
 
 
 class _Builder:
-    """One pass over a source; holds the counts while it runs."""
+    """One pass over a source; holds the counts while it runs.
 
-    def __init__(self, section: DataSection, tokenizer: Any, source: Source) -> None:
-        self.section, self.source, self.tokenizer = section, source, tokenizer
-        self.encode = Encoder(tokenizer)
-        self.template = ChatTemplate(tokenizer)
+    Args:
+        key: where the set goes in the cache; None: it stays in memory.
+    """
+
+    def __init__(self, section: DataSection, tokenizer: Any, source: Source, key: str | None) -> None:
+        self.section, self.source, self.tokenizer, self.key = section, source, tokenizer, key
+        self.encoder = RowEncoder(section, tokenizer)
+        self.spool = Spool(cache_path(key) if key else None)
+        self.seen = Seen()
+        self.forms: dict[int, Format] = {}
         self.tally: Counter[str] = Counter()
-        self.longest = 0
+        self.longest = self.open_turns = 0
         self.notes: list[str] = []
 
     def build(self, part: str, progress: Callable[[int], None] | None) -> SampleSet:
-        rows = self.source.rows()
-        first = next(rows, None)
-        if first is None:
-            raise KaruiError(f"data {self.source.label!r}: the data set is empty; name one with rows.")
-        form = decide_format(self.section, first, ChatTemplate.exists(self.tokenizer))
-        self.notes.append(f"format {form.kind}: {form.why}")
-        if form.kind == "prompt" and not form.templated:
-            self.notes.append("the tokenizer has no chat template: completion follows prompt as written, then the end token")
-        if self.source.is_text:
-            samples = self._windows(chain([first], rows), part)
-        else:
-            samples = list(self._samples(self._part(chain([first], rows), part), form, progress))
-        return self._finish(samples, form)
+        try:
+            if self.source.is_text:
+                self._text(part)
+            else:
+                self._rows(part, progress)
+            return self._finish()
+        except BaseException:
+            self.spool.discard()
+            raise
 
-    def _part(self, rows: Iterator[Row], part: str) -> Iterator[Row]:
-        """The rows that belong to the split; see `load_samples`."""
+    def _rows(self, part: str, progress: Callable[[int], None] | None) -> None:
+        budget = self.section.tokens if part == "train" else None
+        rows = self._part(self._known(self.source.rows()), part, "rows")
+        for batch in encode_rows(rows, self.forms, self.section, self.tokenizer, self.encoder):
+            self.tally["rows"] += batch.rows
+            self.tally["empty"] += batch.empty
+            self.open_turns += batch.open_turns
+            for row, place, tokens, trim in batch.samples:
+                for sample in self._fit(row, place, tokens, trim):
+                    if self._is_new(sample):
+                        self.spool.add(sample)
+                if budget is not None and self.spool.tokens >= budget:
+                    break
+            if progress is not None:
+                progress(self.tally["rows"])
+            if budget is not None and self.spool.tokens >= budget:
+                self.notes.append(f"stopped at data.tokens={budget}: later rows are not used")
+                return
+
+    def _known(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """The rows, the format of each part decided by its first."""
+        for row in rows:
+            if row.part not in self.forms:
+                form = self.forms[row.part] = decide_format(self.section, row, ChatTemplate.exists(self.tokenizer))
+                of = f" of {row.place.partition(' ')[0]}" if isinstance(self.source, MixSource) else ""
+                self.notes.append(f"format {form.kind}{of}: {form.why}")
+                if form.kind == "prompt" and not form.templated:
+                    self.notes.append("the tokenizer has no chat template: completion follows prompt as written, then the end "
+                                      "token")
+            yield row
+
+    def _part(self, items: Iterable[T], part: str, unit: str) -> Iterator[T]:
+        """What belongs to the split; see `load_samples`. One pass, and no more than `holdout` of them in memory."""
         holdout = self.section.holdout
         if part == "all":
-            return rows
-        if part == "train" and (holdout == 0 or self.section.eval is not None):
-            return islice(rows, self.section.limit)
-        total = sum(1 for _ in self.source.rows())
-        self._holdout_fits(total, "rows")
-        if part == "eval":
-            return islice(rows, total - holdout, None)
-        return islice(rows, min(total - holdout, self.section.limit or total))
+            yield from items
+        elif part == "eval":
+            last, total = deque(maxlen=holdout), 0  # type: ignore[var-annotated]
+            for item in items:
+                last.append(item)
+                total += 1
+            self._holdout_fits(total, unit)
+            yield from last
+        elif holdout == 0 or self.section.eval is not None:
+            yield from islice(items, self.section.limit)
+        else:
+            late: deque[T] = deque()
+            total = given = 0
+            for item in items:
+                late.append(item)
+                total += 1
+                if len(late) > holdout:
+                    if self.section.limit is not None and given >= self.section.limit:
+                        return
+                    given += 1
+                    yield late.popleft()
+            self._holdout_fits(total, unit)
 
     def _holdout_fits(self, total: int, unit: str) -> None:
-        if self.section.holdout >= total:
+        if 0 < total <= self.section.holdout:
             raise KaruiError(f"data {self.source.label!r}: data.holdout is {self.section.holdout}, but there are only {total} "
                              f"{unit}; nothing would be left to train on.")
 
-    def _samples(self, rows: Iterator[Row], form: Format, progress: Callable[[int], None] | None) -> Iterator[Sample]:
-        seen: set[int] = set()
-        while batch := list(islice(rows, _BATCH_ROWS)):
-            self.tally["rows"] += len(batch)
-            examples = [e for e in (read_example(row, form, self.section) for row in batch) if e is not None]
-            self.tally["empty"] += len(batch) - len(examples)
-            for example, tokens in zip(examples, self._tokens(examples, form)):
-                sample = self._fit(example, tokens, trim=form.kind != "text")
-                if sample is not None:
-                    fingerprint = hash(sample.ids.tobytes())
-                    self.tally["duplicates"] += fingerprint in seen
-                    seen.add(fingerprint)
-                    yield sample
-            if progress is not None:
-                progress(self.tally["rows"])
+    def _is_new(self, sample: Sample) -> bool:
+        if not self.seen.add(sample.ids.tobytes()):
+            return True
+        self.tally["duplicates"] += 1
+        return not self.section.dedup
 
-    def _tokens(self, examples: Sequence[Example], form: Format) -> list[Tokens]:
-        if form.kind == "text":
-            return [self._framed(ids, np.ones(len(ids), bool)) for ids in self.encode([e.text or "" for e in examples])]
-        if form.templated:
-            return encode_masked(self.encode, [self.template.render(e, self.section.train_on) for e in examples])
-        pairs = [(e.prompt or "", e.completion or "") for e in examples]
-        start = [0 if self.section.train_on == "all" else len(p) for p, _ in pairs]
-        plain = encode_masked(self.encode, [Rendered(p + c, ((s, len(p + c)),)) for (p, c), s in zip(pairs, start)])
-        return [self._framed(t.ids.tolist(), t.mask, t.merged) for t in plain]
-
-    def _framed(self, ids: Sequence[int], mask: np.ndarray, merged: int = 0) -> Tokens:
-        """Text without a template, with the tokenizer's own prefix before it (no loss) and a supervised end token behind."""
-        before, after = self.encode.frame(ids)
-        whole = np.array([*before, *ids, *after], np.int32)
-        supervised = np.concatenate([np.zeros(len(before), bool), mask, np.ones(len(after), bool)])
-        supervised[:1] = False  # nothing predicts the first token
-        return Tokens(whole, supervised, merged)
-
-    def _fit(self, example: Example, tokens: Tokens, trim: bool) -> Sample | None:
-        """Apply trimming and the length policy; None when the sample is left out, which is then counted."""
+    def _fit(self, row: int, place: str, tokens: Tokens, trim: bool) -> Iterator[Sample]:
+        """Apply trimming and the length policy; nothing when the sample is left out, which is then counted."""
         ids, mask = tokens.ids, tokens.mask
         self.tally["merged_boundaries"] += tokens.merged
         limit = self.section.max_length
@@ -154,54 +187,91 @@ class _Builder:
             self.tally["trimmed_tokens"] += len(ids) - end
             ids, mask = ids[:end], mask[:end]
         self.longest = max(self.longest, len(ids))
+        pieces = [(ids, mask)]
         if len(ids) > limit:
             if self.section.overlong == "error":
-                raise KaruiError(f"{example.place}: {len(ids)} tokens, more than data.max_length={limit}; raise it, shorten the "
+                raise KaruiError(f"{place}: {len(ids)} tokens, more than data.max_length={limit}; raise it, shorten the "
                                  "row, or set data.overlong to drop or truncate.")
-            if self.section.overlong == "drop":
+            if self.section.overlong == "split":
+                if trim:
+                    raise KaruiError(f"{place}: {len(ids)} tokens, and data.overlong=split is for raw text: pieces of a "
+                                     "conversation would lose what they answer to. Use drop or truncate.")
+                self.tally["split"] += 1
+                pieces = [(ids[at : at + limit], mask[at : at + limit].copy()) for at in range(0, len(ids), limit)]
+                for _, piece in pieces:
+                    piece[0] = False  # nothing predicts the first token
+            elif self.section.overlong == "drop":
                 self.tally["dropped_overlong"] += 1
-                return None
-            self.tally["truncated"] += 1
-            ids, mask = ids[:limit], mask[:limit]
-        if not mask.any():
-            self.tally["unsupervised"] += 1
-            return None
-        return Sample(ids=ids, loss_mask=mask, source_row=example.row)
+                return
+            else:
+                self.tally["truncated"] += 1
+                pieces = [(ids[:limit], mask[:limit])]
+        for ids, mask in pieces:
+            if mask.any():
+                yield Sample(ids=ids, loss_mask=mask, source_row=row)
+            elif len(pieces) == 1:
+                self.tally["unsupervised"] += 1
 
-    def _windows(self, rows: Iterator[Row], part: str) -> list[Sample]:
+    def _text(self, part: str) -> None:
         """Text files: every file is one document, cut into windows of `max_length` tokens, nothing left out."""
         size = self.section.max_length
-        windows: list[np.ndarray] = []
-        for row in rows:
-            text = [i for block in _blocks(row.fields["text"]) for i in self.encode([block])[0]]
-            ids = self._framed(text, np.ones(len(text), bool)).ids
-            windows += [ids[at : at + size] for at in range(0, len(ids), size)]
-        windows = [w for w in windows if len(w) > 1]
+        self.notes.append("format text: text files")
         self.notes.append(f"text files are cut into consecutive windows of {size} tokens; each counts as a row, and the first "
                           "token of a window carries no loss")
-        total, holdout = len(windows), self.section.holdout
-        if part != "all" and holdout and (part == "eval" or self.section.eval is None):
-            self._holdout_fits(total, "windows")
-            windows = windows[total - holdout :] if part == "eval" else windows[: total - holdout]
-        if part == "train":
-            windows = windows[: self.section.limit]
-        self.tally["rows"] = len(windows)
-        self.longest = max((len(w) for w in windows), default=0)
-        return [Sample(ids=w, loss_mask=np.arange(len(w)) > 0, source_row=i) for i, w in enumerate(windows)]
+        budget = self.section.tokens if part == "train" else None
+        for index, ids in enumerate(self._part(self._windows(size), part, "windows")):
+            self.tally["rows"] += 1
+            self.longest = max(self.longest, len(ids))
+            self.spool.add(Sample(ids=ids, loss_mask=np.arange(len(ids)) > 0, source_row=index))
+            if budget is not None and self.spool.tokens >= budget:
+                self.notes.append(f"stopped at data.tokens={budget}: later windows are not used")
+                return
 
-    def _finish(self, samples: list[Sample], form: Format) -> SampleSet:
+    def _windows(self, size: int) -> Iterator[np.ndarray]:
+        for row in self.source.rows():
+            held: list[int] = []
+            begun = False
+            for block in _blocks(row.fields["text"]):
+                ids = self.encoder.encode([block])[0]
+                if not begun:
+                    held, begun = self.encoder.encode.frame(ids)[0][:], True
+                held += ids
+                while len(held) > size:  # one token stays back, which may be the end token's place
+                    yield np.array(held[:size], np.int32)
+                    held = held[size:]
+            held += self.encoder.encode.frame(held)[1]
+            for at in range(0, len(held), size):
+                if len(window := held[at : at + size]) > 1:
+                    yield np.array(window, np.int32)
+
+    def _finish(self) -> SampleSet:
         counts = Counts(**self.tally, longest=self.longest)
-        if not samples:
+        if not self.spool.used:
             raise KaruiError(self._nothing_left(counts))
-        if self.template.open_turns:
+        if self.open_turns:
             self.notes.append(f"the template's {{% generation %}} tags leave the end-of-turn token out of "
-                              f"{self.template.open_turns} turns; the model does not learn to end them")
+                              f"{self.open_turns} turns; the model does not learn to end them")
         if counts.merged_boundaries:
             self.notes.append(f"{counts.merged_boundaries} borders of supervised text lie inside a token; the text was cut there")
-        return SampleSet.of(samples, counts, source=self.source.label, format=form.kind, notes=tuple(self.notes))
+        if isinstance(self.source, MixSource):
+            self.notes.append(self.source.note())
+        kinds = sorted({form.kind for form in self.forms.values()}) or ["text"]
+        about: dict[str, Any] = {"source": self.source.label, "format": " + ".join(kinds), "notes": tuple(self.notes)}
+        spool = self.spool
+        counts = dataclasses.replace(counts, used=spool.used, tokens=spool.tokens, supervised_tokens=spool.supervised)
+        found = self.spool.finish(counts, about, describe_cached(self.key or "", counts, about))
+        if found is None:  # it went to disk
+            assert self.key is not None
+            found = read_cache(self.key)
+            assert found is not None
+        elif self.key is not None:
+            write_cache(self.key, found)
+        return found
 
     def _nothing_left(self, counts: Counts) -> str:
         label, limit = self.source.label, self.section.max_length
+        if counts.rows == 0:
+            return f"data {label!r}: the data set is empty; name one with rows."
         if counts.rows == counts.empty:
             return f"data {label!r}: all {counts.rows} rows are empty text; nothing to train on."
         if counts.dropped_overlong + counts.empty == counts.rows:

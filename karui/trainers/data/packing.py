@@ -20,17 +20,22 @@ Micro = list[int]  # sample indices of one micro-batch
 Step = list[Micro]  # the micro-batches one rank runs before one optimizer update
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True, window: int | None = None) -> np.ndarray:
     """[num_samples] int64: the order of an epoch.
 
     Samples are sorted by a 64-bit hash (splitmix64) of seed, epoch and index: no library's random stream is involved, so
-    the order is the same under every version and on every machine.
+    the order is the same under every version and on every machine. With a `window` only neighbours of so many samples change
+    places, and the windows their order: what is read from a large file in one stretch then stays close together.
     """
     if not shuffle:
         return np.arange(num_samples, dtype=np.int64)
     with np.errstate(over="ignore"):
         key = _splitmix64(_splitmix64(np.array([seed], np.int64).astype(np.uint64)) + np.uint64(epoch))
-        return np.argsort(_splitmix64(key + np.arange(num_samples, dtype=np.uint64)), kind="stable").astype(np.int64)
+        order = np.argsort(_splitmix64(key + np.arange(num_samples, dtype=np.uint64)), kind="stable").astype(np.int64)
+        if window is None or window >= num_samples:
+            return order
+        place = _splitmix64(~key + np.arange(math.ceil(num_samples / window), dtype=np.uint64))
+        return order[np.argsort(place[order // window], kind="stable")]
 
 
 def _splitmix64(value: np.ndarray) -> np.ndarray:
@@ -84,7 +89,7 @@ class EpochPlan(Sequence[Step]):
 
 
 def plan_epoch(lengths: Sequence[int] | np.ndarray, *, batch: int, micro_tokens: int, rank: int = 0, world: int = 1,
-               seed: int = 0, epoch: int = 0, shuffle: bool = True, packing: bool = True) -> EpochPlan:
+               seed: int = 0, epoch: int = 0, shuffle: bool = True, packing: bool = True, window: int | None = None) -> EpochPlan:
     """The optimizer steps of one epoch for one rank, each a list of micro-batches, each a list of sample indices.
 
     With packing a micro-batch holds samples of at most `micro_tokens` tokens together (first-fit decreasing); a longer
@@ -95,6 +100,7 @@ def plan_epoch(lengths: Sequence[int] | np.ndarray, *, batch: int, micro_tokens:
     Args:
         lengths: [N] tokens per sample.
         batch: samples per optimizer step, over all ranks.
+        window: see `epoch_order`.
 
     Raises:
         KaruiError: no samples, or a rank outside the world.
@@ -105,7 +111,7 @@ def plan_epoch(lengths: Sequence[int] | np.ndarray, *, batch: int, micro_tokens:
     if batch < 1 or micro_tokens < 1 or not 0 <= rank < world:
         raise KaruiError(f"plan_epoch: batch {batch} and micro_tokens {micro_tokens} must be at least 1, "
                          f"and rank {rank} must lie in 0..{world - 1}.")
-    return EpochPlan(lengths=sizes, order=epoch_order(len(sizes), seed, epoch, shuffle), batch=batch,
+    return EpochPlan(lengths=sizes, order=epoch_order(len(sizes), seed, epoch, shuffle, window), batch=batch,
                      micro_tokens=micro_tokens, rank=rank, world=world, packing=packing)
 
 

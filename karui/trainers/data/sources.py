@@ -28,11 +28,12 @@ _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+)(?=:))?(?::(?P
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its number from 0 over the whole source, the place to look for it at, and its fields."""
+    """One row: its number from 0 over the whole source, the place to look for it at, its fields, and its part of a mix."""
 
     index: int
     place: str
     fields: dict[str, Any]
+    part: int = 0
 
 
 class Source(Protocol):

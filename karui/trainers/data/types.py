@@ -44,8 +44,9 @@ class Counts:
         truncated: samples cut to `max_length` (overlong: truncate); those that kept a supervised token are used.
         dropped_overlong: samples left out because they are longer than `max_length` (overlong: drop).
         unsupervised: samples left out because no token of theirs carries loss (after truncation, if any).
-        duplicates: used samples with exactly the tokens of an earlier one; kept, only counted.
+        duplicates: samples with exactly the tokens of an earlier one; kept and only counted, or left out (`data.dedup`).
         merged_boundaries: turns whose first token holds characters of both sides of the supervised boundary.
+        split: overlong texts that were cut into pieces (overlong: split).
         trimmed_tokens: tokens left out because they follow the last supervised one, so that no loss depends on them.
         tokens: tokens of the used samples.
         supervised_tokens: how many of them carry loss.
@@ -59,6 +60,7 @@ class Counts:
     dropped_overlong: int = 0
     unsupervised: int = 0
     duplicates: int = 0
+    split: int = 0
     merged_boundaries: int = 0
     trimmed_tokens: int = 0
     tokens: int = 0
