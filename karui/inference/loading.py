@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RunnerChoice = Literal["auto", "native", "torch"]
+RunnerChoice = Literal["auto", "native", "triton", "torch"]
 _OPTIONS = ("device", "runner", "dtype", "bit_exact", "speculation", "kv_dtype", "memory", "max_context", "max_tokens_per_step",
             "max_sequences", "block_size")
 
@@ -36,7 +36,8 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
 
     Args:
         device: "cpu", "cuda", "cuda:1".
-        runner: "native" (C++, CPU), "torch" (the reference, any device) or "auto": native on a CPU if it serves the model.
+        runner: "native" (C++, CPU), "triton" (kernels and CUDA graphs, GPU), "torch" (the reference, any device) or "auto": native on
+            a CPU, triton on a GPU, if it serves the model.
         dtype: of the torch runner; "auto": float32 on a CPU, bfloat16 on a GPU.
         bit_exact: results independent of batch, chunking and caches in every bit (the native runner always is).
         speculation: a `SpeculationConfig` or its short spelling, such as "ngram:8".
@@ -69,14 +70,14 @@ def find(path: str | Path) -> Path:
 def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", choice: RunnerChoice = "auto", dtype: str = "auto",
                 bit_exact: bool = False) -> Runner:
     """The runner asked for, or the best one that can serve the model, with the reason logged."""
-    if choice not in ("auto", "native", "torch"):
-        raise KaruiError(f"runner {choice!r} is not known; use auto, native or torch.")
+    if choice not in ("auto", "native", "triton", "torch"):
+        raise KaruiError(f"runner {choice!r} is not known; use auto, native, triton or torch.")
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise KaruiError(f"device {device!r}: torch sees no GPU on this machine; use device='cpu'.")
     if choice == "native" and where.type != "cpu":
-        raise UnsupportedError(f"the native runner works on the CPU, not on {device}; use runner='torch' there.")
-    if choice != "torch" and where.type == "cpu" and dtype == "auto":
+        raise UnsupportedError(f"the native runner works on the CPU, not on {device}; use runner='auto' there.")
+    if choice in ("auto", "native") and where.type == "cpu" and dtype == "auto":
         try:
             from karui.inference.models.native import NativeRunner
 
@@ -91,6 +92,16 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", cho
               "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in dtypes:
         raise KaruiError(f"dtype {dtype!r} is not known; use one of {', '.join(dtypes)}.{nearest(dtype, dtypes)}")
+    if choice == "triton" or (choice == "auto" and where.type == "cuda" and not bit_exact):
+        from karui.inference.models.gpu import TritonRunner, unsuited
+
+        reason = unsuited(config, where)
+        if choice == "triton" and (reason or bit_exact):
+            raise UnsupportedError(f"the triton runner cannot serve {opened.path}: {reason or 'it has no bit-exact mode'}.")
+        if not reason:
+            logger.info("runner: triton")
+            return TritonRunner(config, dict(opened.weights()), where, dtypes[dtype])
+        logger.info("runner: torch, because the triton one cannot serve this model: %s", reason)
     return TorchRunner(config, dict(opened.weights()), where, dtypes[dtype], bit_exact)
 
 

@@ -3,8 +3,8 @@
     write_kv(k, v, slots, cache)     store a step's keys and values, quantized if the cache is
     paged_attention(q, cache, plan)  decoding, verification of a tree of drafts, prefill: one kernel, rows of any mixture
 
-The heads that share a key head are packed into one tile with the rows (grouped-query attention, arXiv 2305.13245); where rows are few
-the keys are split over programs whose partial softmaxes are merged (Flash-Decoding). No [rows, keys] mask exists.
+The heads that share a key head are packed into one tile with the rows (grouped-query attention, arXiv 2305.13245); where rows are
+few the keys are split over programs whose partial softmaxes are merged (Flash-Decoding). No [rows, keys] mask exists.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Plan:
     contexts: [S] keys each sequence has, its own rows of this step included (they are the last ones).
     block_tables: [S, B] block ids; slot of key j = block_tables[s, j // block_size] * block_size + j % block_size.
     max_rows: most rows of one sequence.
-    tree: [T] words or None: bit j of row i is set if row i sees its sequence's row j. None: causal.
+    tree: [T] words or None: bit j of row i is set if row i sees its sequence's row j; no bit, or None: causal.
     positions: [T] of the rows; needed with `window` and a tree.
     """
 
@@ -53,9 +53,12 @@ class Plan:
 
 
 def tree_words(masks: list[torch.Tensor | None], rows: list[int]) -> torch.Tensor:
-    """int32 [sum(rows)] from bool masks [q, q] per sequence (None: causal)."""
+    """int32 [sum(rows)] from bool masks [q, q] per sequence (None: causal; of more than 32 rows as the word 0)."""
     words: list[int] = []
     for mask, q in zip(masks, rows):
+        if q > TREE_ROWS and mask is None:
+            words += [0] * q
+            continue
         if q > TREE_ROWS:
             raise KaruiError(f"a tree of {q} rows; the kernel verifies up to {TREE_ROWS} rows of a sequence at once.")
         seen = torch.ones(q, q, dtype=torch.bool).tril() if mask is None else mask.to(torch.bool).cpu()
@@ -86,13 +89,11 @@ def paged_attention(
         window: a row sees only keys less than `window` positions before it.
 
     Raises:
-        KaruiError: shapes that do not fit; a tree with more than 32 rows of one sequence.
+        KaruiError: shapes that do not fit.
     """
     _check(cache, q)
     if q.shape[1] % cache.keys.shape[1]:
         raise KaruiError(f"{q.shape[1]} query heads are no multiple of {cache.keys.shape[1]} key heads.")
-    if plan.tree is not None and plan.max_rows > TREE_ROWS:
-        raise KaruiError(f"a tree of {plan.max_rows} rows; the kernel verifies up to {TREE_ROWS} rows of a sequence at once.")
     if use_triton(backend, q.device, "paged_attention", refused="" if q.shape[-1] <= 256 else "a head dimension above 256"):
         from karui.kernels.paged_attention import triton
 

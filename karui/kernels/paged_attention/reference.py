@@ -22,7 +22,8 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: Cache
         scale = x.float().abs().amax(-1).clamp_min(1e-12) / top
         scales[at] = scale
         codes = (x.float() / scale[..., None]).clamp(-top, top)
-        to.view(torch.uint8)[at] = (codes.round().to(torch.int8) if to.dtype == torch.int8 else codes.to(to.dtype)).view(torch.uint8)
+        codes = codes.round().to(torch.int8) if to.dtype == torch.int8 else codes.to(to.dtype)
+        to.view(torch.uint8)[at] = codes.view(torch.uint8)
 
 
 def read(values: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,8 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
                 ((cache.keys, cache.key_scale), (cache.values, cache.value_scale)))  # fmt: skip
         own = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
         if plan.tree is not None:
-            own = (plan.tree[start:stop, None].long() >> torch.arange(rows, device=q.device) & 1).bool()
+            words = plan.tree[start:stop, None].long()
+            own = torch.where(words == 0, own, (words >> torch.arange(rows, device=q.device) & 1).bool())
         seen = torch.cat([torch.ones(rows, context - rows, dtype=torch.bool, device=q.device), own], 1)
         if window is not None:
             at = plan.positions[start:stop] if plan.positions is not None else j[context - rows :]

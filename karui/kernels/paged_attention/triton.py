@@ -121,7 +121,7 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             own = j[None, :] - before
             if TREE:
                 bit = (word[:, None] >> tl.minimum(tl.maximum(own, 0), 31)) & 1
-                seen = (own < 0) | (bit == 1)
+                seen = tl.where(word[:, None] == 0, own <= i[:, None], (own < 0) | (bit == 1))
             else:
                 seen = own <= i[:, None]
             seen = seen & (j[None, :] < end)

@@ -69,6 +69,13 @@ def test_verification_of_a_tree(device, rng):
     compare(q, cache, make_plan([5, 3], [25, 3], device, rng, words, positions), window=4, bound=3e-3)
 
 
+def test_a_tree_beside_a_long_prefill(device, rng):
+    cache = filled(make_cache(torch.float16, 1, 16, device), device, rng)
+    words = tree_words([torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]), None], [3, 34]).to(device)
+    q = torch.randn(37, 1, 16, generator=rng, device=device).half()
+    compare(q, cache, make_plan([3, 34], [20, 40], device, rng, words), parts=(1,), bound=3e-3)
+
+
 def test_mixture_of_prefill_and_decode(device, rng):
     cache = filled(make_cache(torch.float16, 2, 8, device), device, rng)
     plan = make_plan([34, 1], [34, 21], device, rng)
@@ -93,8 +100,9 @@ def test_written_bytes(dtype, device, rng):
 def test_words_and_refusals(device):
     assert tree_words([None], [3]).tolist() == [1, 3, 7]
     assert tree_words([None], [32]).tolist()[-1] == -1
+    assert tree_words([None], [33]).tolist() == [0] * 33
     with pytest.raises(KaruiError, match="up to 32 rows"):
-        tree_words([None], [33])
+        tree_words([torch.eye(33)], [33])
     cache = make_cache(torch.float16, 2, 8, device)
     plan = Plan(*(torch.zeros(2, dtype=torch.int32),) * 2, torch.zeros(1, 1, dtype=torch.int32), BLOCK, 1)
     with pytest.raises(KaruiError, match="no multiple"):

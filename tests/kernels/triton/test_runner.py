@@ -1,0 +1,102 @@
+"""Reference: the GPU runner on tiny random models, in the interpreter in fp32, against the plain torch runner, step by step."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from karui.configs.errors import UnsupportedError
+from karui.configs.quantspec import QuantSpec
+from karui.inference.batch import StepBatch
+from karui.inference.models.config import ModelConfig
+from karui.inference.models.decoder import LoraWeights, TorchRunner
+from karui.kernels.quantize import quantize
+
+CONFIG = ModelConfig(model_type="qwen3", vocab_size=29, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
+                     head_dim=8, norm_eps=1e-5, rope_theta=1e4, max_context=64, tied=True, qk_norm=True)  # fmt: skip
+
+
+def weights(config, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h, d, f = config.hidden_size, config.head_dim, config.intermediate_size
+    shapes = {"model.embed_tokens": (config.vocab_size, h), "model.norm": (h,)}
+    if not config.tied:
+        shapes["lm_head"] = (config.vocab_size, h)
+    for i in range(config.num_layers):
+        p = f"model.layers.{i}."
+        shapes |= {p + "self_attn.q_proj": (config.num_heads * d, h), p + "self_attn.k_proj": (config.num_kv_heads * d, h),
+                   p + "self_attn.v_proj": (config.num_kv_heads * d, h), p + "self_attn.o_proj": (h, config.num_heads * d),
+                   p + "mlp.gate_proj": (f, h), p + "mlp.up_proj": (f, h), p + "mlp.down_proj": (h, f),
+                   p + "input_layernorm": (h,), p + "post_attention_layernorm": (h,)}  # fmt: skip
+        if config.qk_norm:
+            shapes |= {p + "self_attn.q_norm": (d,), p + "self_attn.k_norm": (d,)}
+    made = {n + ".weight": torch.randn(s, generator=g) * (0.3 if len(s) > 1 else 0.1) + (len(s) == 1) for n, s in shapes.items()}
+    if config.qkv_bias:
+        made |= {n.replace(".weight", ".bias"): torch.randn(w.shape[0], generator=g) for n, w in made.items() if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
+    return made
+
+
+def steps():
+    """Prefill of two sequences, then a decode of both, then a tree of three rows for one: block size 4, tables out of order."""
+    tables = torch.tensor([[3, 1, 5], [2, 7, 0]])
+    slot = lambda s, j: int(tables[s, j // 4] * 4 + j % 4)  # noqa: E731
+    t = torch.tensor
+    yield StepBatch(tokens=t([1, 2, 3, 4, 5, 6, 7, 8]), positions=t([0, 1, 2, 3, 4, 0, 1, 2]), query_starts=t([0, 5, 8]),
+                    slots=t([slot(0, j) for j in range(5)] + [slot(1, j) for j in range(3)]), context_lens=t([5, 3]),
+                    block_tables=tables, logit_rows=t([4, 7]))  # fmt: skip
+    yield StepBatch(tokens=t([9, 10]), positions=t([5, 3]), query_starts=t([0, 1, 2]), slots=t([slot(0, 5), slot(1, 3)]),
+                    context_lens=t([6, 4]), block_tables=tables, logit_rows=t([0, 1]))  # fmt: skip
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    yield StepBatch(tokens=t([11, 12, 13]), positions=t([6, 7, 7]), query_starts=t([0, 3]), slots=t([slot(0, j) for j in (6, 7, 8)]),
+                    context_lens=t([9]), block_tables=tables[:1], logit_rows=t([0, 1, 2]), tree_masks=[tree], want_hidden=True,
+                    aux_layers=(1,))  # fmt: skip
+
+
+def compare(config, made, kv_dtype="float32", adapter=False, device="cpu"):
+    from karui.inference.models.gpu import TritonRunner
+
+    exact = device.type == "cpu"
+    dtype = torch.float32 if exact else torch.bfloat16
+    fast, plain = TritonRunner(config, made, device, dtype), TorchRunner(config, made, device, dtype)
+    for runner in (fast, plain):
+        runner.allocate(8, 4, kv_dtype)
+        if adapter:
+            g = torch.Generator().manual_seed(5)
+            runner.set_adapter(0, {f"model.layers.1.{n}": LoraWeights(torch.randn(2, i, generator=g), torch.randn(o, 2, generator=g), 0.5)
+                                   for n, i, o in (("self_attn.k_proj", 32, 16), ("mlp.up_proj", 32, 64), ("mlp.down_proj", 64, 32))})  # fmt: skip
+    for batch in steps():
+        if adapter and not batch.tree_masks:
+            batch = dataclasses.replace(batch, adapters=torch.tensor([-1, 0]))
+        got, want = fast.forward(batch), plain.forward(batch)
+        for a, b in ((got.logits, want.logits), (got.hidden, want.hidden), (got.aux, want.aux)):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert (a - b).abs().max() <= (1e-4 if exact else 6e-2) * b.abs().max(), batch
+    return fast, plain
+
+
+def test_dense(device):
+    fast, plain = compare(CONFIG, weights(CONFIG), device=device)
+    assert fast.weight_bytes() == plain.weight_bytes()
+
+
+def test_windows_biases_and_an_own_head(device):
+    config = dataclasses.replace(CONFIG, model_type="qwen2", qk_norm=False, qkv_bias=True, tied=False, sliding_window=(3, None))
+    compare(config, weights(config), device=device)
+
+
+def test_packed_weights_int8_cache_and_adapters(device):
+    made = {n: quantize(w, QuantSpec.parse("w4g32")) if w.ndim == 2 and "embed" not in n else w for n, w in weights(CONFIG).items()}
+    fast, plain = compare(CONFIG, made, "int8", adapter=True, device=device)
+    for module in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
+        assert torch.equal(fast.dense_weight(module), plain.dense_weight(module))
+    assert fast.weight_bytes() < plain.weight_bytes()
+    with pytest.raises(UnsupportedError, match="whole sets"):
+        fast.load_weights({}, partial=True)
+
+
+def test_a_model_it_cannot_serve():
+    from karui.inference.models.gpu import TritonRunner
+
+    with pytest.raises(UnsupportedError, match="model type gemma"):
+        TritonRunner(dataclasses.replace(CONFIG, model_type="gemma"), {}, "cpu")
