@@ -36,8 +36,8 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
 
     Args:
         device: "cpu", "cuda", "cuda:1".
-        runner: "native" (C++, CPU), "triton" (kernels and CUDA graphs, GPU), "torch" (the reference, any device) or "auto": native on
-            a CPU, triton on a GPU, if it serves the model.
+        runner: "native" (C++, CPU), "triton" (kernels and CUDA graphs, GPU), "torch" (the reference, any device) or "auto":
+            native on a CPU, triton on a GPU, if it serves the model.
         dtype: of the torch runner; "auto": float32 on a CPU, bfloat16 on a GPU.
         bit_exact: results independent of batch, chunking and caches in every bit (the native runner always is).
         speculation: a `SpeculationConfig` or its short spelling, such as "ngram:8".
