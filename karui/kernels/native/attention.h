@@ -199,7 +199,8 @@ static void attend(const Cache& c, const Chunk& chunk, const float* const* query
 INLINE void merge(Partial& run, float* out, const Partial& next, const float* next_out, int n) {
     if (next.largest <= NONE) return;
     const float largest = run.largest > next.largest ? run.largest : next.largest;
-    const float keep = exp1(run.largest - largest), take = exp1(next.largest - largest);
+    const bool newer = next.largest > run.largest;  // the larger one's factor is e^0, exactly 1
+    const float other = exp1(newer ? run.largest - largest : next.largest - largest), keep = newer ? other : 1.0f, take = newer ? 1.0f : other;
     run.sum = run.sum * keep + next.sum * take;
     for (int d = 0; d < n; d += W) store(out + d, fma(load(next_out + d), set1(take), mul(load(out + d), set1(keep))));
     run.largest = largest;

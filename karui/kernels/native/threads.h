@@ -1,7 +1,7 @@
 // One team of threads that runs a step together: every thread executes the same function and meets the others at barriers.
 //
 // Waiting spins first (a hand-over costs ~0.2 us) and then yields or sleeps, so that a team sharing its cores with other
-// work does not burn them. Between steps the workers spin for about a millisecond, then sleep on a condition variable.
+// work does not burn them. Between steps the workers spin for two milliseconds, then sleep on a condition variable.
 //
 // When more threads want to run than there are cores, a thread that lost its core makes the whole team wait for a scheduler's turn
 // (milliseconds) at the next barrier. So thread 0 keeps account of the time it waited; once a smaller team would have been faster, the team
@@ -97,8 +97,11 @@ private:
 
     void work(int index) {
         uint64_t seen = 0;
+        bool part = true;  // of the last run
         for (;;) {
-            for (int spins = 0; spins < kIdleSpins && epoch_.load(std::memory_order_acquire) == seen; spins++) relax();
+            if (part)  // waking a sleeper takes longer than a small model's step leaves it idle
+                for (const int64_t end = now() + kIdle; now() < end && epoch_.load(std::memory_order_acquire) == seen;)
+                    for (int i = 0; i < 64 && epoch_.load(std::memory_order_acquire) == seen; i++) relax();
             if (epoch_.load(std::memory_order_acquire) == seen) {
                 std::unique_lock<std::mutex> hold(mutex_);
                 sleeping_.fetch_add(1);
@@ -107,13 +110,15 @@ private:
             }
             seen = epoch_.load(std::memory_order_acquire);
             if (stop_) return;
-            if (index >= (int)(seen & 0xffff)) continue;
+            part = index < (int)(seen & 0xffff);
+            if (!part) continue;
             job_(argument_, index);
             barrier(index);
         }
     }
 
-    static constexpr int kIdleSpins = 30000, kSpins = 4000;
+    static constexpr int kSpins = 4000;
+    static constexpr int64_t kIdle = 2'000'000;  // ns
     static constexpr int64_t kShortestHold = 25'000'000, kLongestHold = 800'000'000, kGood = 200'000'000;  // ns
     const int size_;
     int active_;
