@@ -11,10 +11,12 @@ Memory per rank, in bytes
                  2 H B                    the inputs of the two norms
                  (2 Q + 2 K) b            q, k, v and the attention's output
                  2 F b                    gate and up
-                 H b, H b, F b            the inputs of q/k/v, of gate/up and of down, each only if a weight there is trained
+                 H b, H b                 the inputs of q/k/v and of gate/up, each only if a weight there is trained
+                 F b                      the input of down, only when its own weight is trained (an adapter makes it again)
                  (Q + K) b                only with norms on q and k
                  r b                      per adapter
-               and T * H * B for the input of the last norm
+               in the last layer only S rows go on after the attention, Q b more of each if o is trained
+               and S * H * B for the input of the last norm
                and with recompute=full T * L * H B, plus one layer of the above
   logits       min(chunk, S) * V * 4, and S * H * b for the gradient of the supervised hidden states
   head         only when the head is trained: its gradient twice in fp32, while it is scaled
@@ -27,7 +29,7 @@ step, 4.41 at the peak of four).
 Operations per step, with N the weights of the linears except the head, n the documents' lengths
   forward      2 N T + 2 Q L sum(n^2) + 2 V H S          (causal: half of the square)
   backward     2 N T for the input's gradient, 2 N' T for the N' trained weights, 5/2 of the attention, and the head's 2 V H S
-               (twice that when it is trained)
+               (twice that when it is trained); o, gate, up and down of the last layer see S rows, not T
   adapters     6 P T for P parameters (2 forward, 4 backward);   recompute=full: the body's forward pass once more
 """
 
@@ -42,6 +44,7 @@ from karui.configs.recipe import Recipe
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _COMPUTE = {"bf16": 2, "fp16": 2}
 _ATTENTION_IN, _GATE_UP, _DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)
+_AFTER_ATTENTION = ("o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,23 +192,29 @@ def memory(recipe: Recipe, shape: ModelShape, trained: Trained, *, tokens: int, 
     weights = grid + (shape.parameters - shape.body) * dtype
     count, size = trained.trained(shape), dtype if trained.full else 4
     compute = _COMPUTE.get(recipe.run.precision, dtype)
-    layer = activation_bytes_per_layer(shape, trained, residual=dtype, compute=compute)
-    kept = shape.layers * layer if recipe.run.recompute == "none" else shape.layers * shape.hidden * dtype + layer
+    early, late = activation_bytes_per_layer(shape, trained, residual=dtype, compute=compute)
+    silent = shape.layers and (tokens - supervised) * late
+    if recipe.run.recompute == "none":
+        activations = tokens * shape.layers * (early + late) - silent
+    else:
+        activations = tokens * (shape.layers * shape.hidden * dtype + early + late)
+    if "o_proj" in {name.rpartition(".")[2] for name in trained.targets}:
+        activations += supervised * shape.q * compute  # the rows of the last layer that go on are a copy
     quantized = trained.base.format != "none"
     largest = max(x.size for x in shape.linears) * compute if quantized or compute != dtype else 0
     head_trained = trained.full
     return Memory(
         weights=weights, adapter=trained.adapter * 4, gradients=count * size,
         optimizer=optimizer_bytes(recipe.optim.name, count, size),
-        activations=round(tokens * (kept + shape.hidden * dtype)),
+        activations=round(activations + supervised * shape.hidden * dtype),
         logits=min(recipe.objective.chunk_tokens, supervised) * shape.vocab * 4
         + supervised * shape.hidden * compute, head=2 * shape.head * 4 if head_trained else 0,
         working=4 * tokens * shape.ffn * compute + largest,
         loading=shape.parameters * dtype + (grid if quantized else 0))
 
 
-def activation_bytes_per_layer(shape: ModelShape, trained: Trained, *, residual: int, compute: int) -> float:
-    """What one layer keeps per token for its backward pass, in bytes, averaged over the layers."""
+def activation_bytes_per_layer(shape: ModelShape, trained: Trained, *, residual: int, compute: int) -> tuple[float, float]:
+    """What one layer keeps per token up to its attention and after it, in bytes, averaged over the layers."""
     by_leaf: dict[str, int] = {}
     for name in trained.targets:
         leaf = name.rpartition(".")[2]
@@ -215,11 +224,21 @@ def activation_bytes_per_layer(shape: ModelShape, trained: Trained, *, residual:
         """The share of layers in which the input of these linears is kept."""
         return min(1.0, max((by_leaf.get(leaf, 0) for leaf in leaves), default=0) / shape.layers)
 
-    kept: float = 2 * shape.q + 2 * shape.kv + 2 * shape.ffn
-    kept += shape.hidden * (share(_ATTENTION_IN) + share(_GATE_UP)) + shape.ffn * share(_DOWN)
-    kept += (shape.q + shape.kv) if shape.q_norm else 0
-    kept += trained.rank * len(trained.targets) / shape.layers if not trained.full else 0
-    return 2 * shape.hidden * residual + kept * compute
+    def adapters(leaves: tuple[str, ...]) -> float:
+        return 0 if trained.full else trained.rank * sum(by_leaf.get(leaf, 0) for leaf in leaves) / shape.layers
+
+    early = 2 * shape.q + 2 * shape.kv + shape.hidden * share(_ATTENTION_IN) + adapters(_ATTENTION_IN)
+    early += (shape.q + shape.kv) if shape.q_norm else 0
+    late = 2 * shape.ffn + shape.hidden * share(_GATE_UP) + adapters(_AFTER_ATTENTION)
+    late += shape.ffn * share(_DOWN) if trained.full else 0
+    return shape.hidden * residual + early * compute, shape.hidden * residual + late * compute
+
+
+def after_attention(shape: ModelShape, trained: Trained) -> tuple[int, int]:
+    """Weights of the last layer's linears after its attention, and their adapters' parameters: they see the supervised rows only."""
+    last = {x.name.rpartition(".")[2]: x for x in shape.linears}
+    found = [last[leaf] for leaf in _AFTER_ATTENTION if leaf in last]
+    return sum(x.size for x in found), sum(trained.rank * (x.out + x.width) for x in found if x.name in trained.targets)
 
 
 def optimizer_bytes(name: str, count: int, size: int) -> int:
@@ -243,18 +262,23 @@ def weight_bytes(linears: tuple[Linear, ...], spec: QuantSpec, dtype_bytes: int)
 def step_flops(recipe: Recipe, shape: ModelShape, trained: Trained, *, tokens: float, supervised: float,
                squared_lengths: float) -> float:
     """Floating-point operations of one optimizer step; `squared_lengths`: the sum of the documents' squared lengths."""
-    body, attention = 2.0 * shape.body * tokens, 2.0 * shape.q * shape.layers * squared_lengths
+    late, late_adapter = after_attention(shape, trained)
+    silent = tokens - supervised
+    body = 2.0 * (shape.body * tokens - late * silent)
+    attention = 2.0 * shape.q * shape.layers * squared_lengths
     head = 2.0 * shape.head * supervised
+    adapter = 0.0 if trained.full else 6.0 * (trained.adapter * tokens - late_adapter * silent)
     forward = body + attention
     backward = body + 2.5 * attention + (body if trained.full else 0)
     again = forward if recipe.run.recompute == "full" else 0
-    return forward + backward + again + head * (3 if trained.full else 2) + 6.0 * trained.adapter * tokens
+    return forward + backward + again + head * (3 if trained.full else 2) + adapter
 
 
 def forward_flops(shape: ModelShape, trained: Trained, *, tokens: float, supervised: float, squared_lengths: float) -> float:
     """Operations of an evaluation pass."""
-    return (2.0 * (shape.body + trained.adapter) * tokens + 2.0 * shape.q * shape.layers * squared_lengths
-            + 2.0 * shape.head * supervised)
+    late, late_adapter = after_attention(shape, trained)
+    rows = (shape.body + trained.adapter) * tokens - (late + late_adapter) * (tokens - supervised)
+    return 2.0 * rows + 2.0 * shape.q * shape.layers * squared_lengths + 2.0 * shape.head * supervised
 
 
 def step_traffic(recipe: Recipe, shape: ModelShape, trained: Trained, *, tokens: float, micros: float) -> float:

@@ -18,12 +18,14 @@ from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.configs.recipe import ModelSection
 from karui.kernels.cross_entropy import linear_cross_entropy
 from karui.kernels.document_attention import document_attention
-from karui.kernels.rms_norm import rms_norm
-from karui.kernels.swiglu import swiglu
+from karui.trainers.compact import compact
 from karui.trainers.data import IGNORE, PackedBatch
+from karui.trainers.lean import check_window, install_lean_ops, keeps_rows
 
 logger = logging.getLogger(__name__)
 ATTENTION = "karui_documents"
+__all__ = ["ATTENTION", "LossSum", "base_model", "check_supported", "enable_recompute", "install_lean_ops", "load_model",
+           "register_attention", "weights_folder"]
 
 
 def load_model(section: ModelSection) -> nn.Module:
@@ -94,16 +96,11 @@ def _attention(
         if query.shape[0] != 1:
             raise UnsupportedError(f"{ATTENTION} takes one ragged row, got a batch of {query.shape[0]}; use sdpa for batches.")
         cu_seqlens = torch.tensor([0, query.shape[2]])
-    window = kwargs.get("sliding_window")
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    if window is not None and longest > window:
-        raise UnsupportedError(
-            f"a document of {longest} tokens is longer than the model's sliding window of {window}; "
-            f"set data.max_length to {window}."
-        )
+    check_window(cu_seqlens, kwargs.get("sliding_window"))
     if dropout:
         raise UnsupportedError("attention dropout is not supported; set attention_dropout to 0 in the model's config.")
-    return document_attention(query, key, value, cu_seqlens, scaling or query.shape[-1] ** -0.5), None
+    shared = kwargs.get("shared_prefix", False)
+    return document_attention(query, key, value, cu_seqlens, scaling or query.shape[-1] ** -0.5, shared=shared), None
 
 
 class LossSum(nn.Module):
@@ -122,16 +119,25 @@ class LossSum(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        hidden = self.hidden(tokens, positions, cu_seqlens)
-        rows = (targets != IGNORE).nonzero().squeeze(-1)
-        head = base_model(self.model).get_output_embeddings().weight  # type: ignore[operator]
-        picked = hidden.index_select(0, rows)
-        return linear_cross_entropy(picked, head.to(picked.dtype), targets[rows], self.chunk)[0]
+        row = compact(tokens, positions, cu_seqlens, targets)
+        rows = (row.targets != IGNORE).nonzero().squeeze(-1)
+        inner = base_model(self.model)
+        extra: dict[str, Any] = {"shared_prefix": True} if row.shared else {}
+        if kept := len(rows) > 0 and keeps_rows(inner):
+            extra["loss_rows"] = rows
+        hidden = self._body(row.tokens, row.positions, row.cu_seqlens, **extra)
+        head = inner.get_output_embeddings().weight  # type: ignore[operator]
+        picked = hidden if kept else hidden.index_select(0, rows)
+        return linear_cross_entropy(picked, head.to(picked.dtype), row.targets[rows], self.chunk)[0]
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """The body's last hidden states [T, H] of a ragged row."""
+        return self._body(tokens, positions, cu_seqlens)
+
+    def _body(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         body = base_model(self.model).get_decoder()  # type: ignore[operator]
-        out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, cu_seqlens=cu_seqlens)
+        out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, cu_seqlens=cu_seqlens,
+                   **kwargs)
         return out.last_hidden_state.squeeze(0)
 
     def of(self, batch: PackedBatch) -> torch.Tensor:
@@ -165,60 +171,6 @@ class LossSum(nn.Module):
 def base_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a peft model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-
-
-def install_lean_ops(model: nn.Module) -> dict[str, int]:
-    """Swap RMSNorm and SwiGLU modules for forms that keep less for the backward pass; returns how many of each.
-
-    A module is swapped when it computes the same values on a probe, not because of its name, so an architecture with another
-    definition (a norm that adds 1 to its weight) keeps its own.
-    """
-    done = {"rms_norm": 0, "swiglu": 0}
-    for module in model.modules():
-        kind = _lean_kind(module)
-        if kind is not None:
-            module.forward = _LEAN[kind](module)
-            done[kind] += 1
-    logger.info("lean operations: %d norms, %d gated products", done["rms_norm"], done["swiglu"])
-    return done
-
-
-class _LeanNorm:
-    def __init__(self, norm: nn.Module) -> None:
-        self.norm = norm
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.norm.weight, self.norm.variance_epsilon)  # type: ignore[arg-type]
-
-
-class _LeanGate:
-    def __init__(self, mlp: nn.Module) -> None:
-        self.mlp = mlp
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp.down_proj(swiglu(self.mlp.gate_proj(x), self.mlp.up_proj(x)))  # type: ignore[operator]
-
-
-_LEAN: dict[str, Any] = {"rms_norm": _LeanNorm, "swiglu": _LeanGate}
-
-
-@torch.no_grad()
-def _lean_kind(module: nn.Module) -> str | None:
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.ndim == 1 and hasattr(module, "variance_epsilon"):
-        probe = torch.linspace(-3, 2, 2 * weight.numel(), device=weight.device, dtype=weight.dtype).view(2, -1)
-        return "rms_norm" if _same(module(probe), _LeanNorm(module)(probe)) else None
-    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    activation = getattr(module, "act_fn", None)
-    if all(isinstance(p, nn.Module) for p in parts) and isinstance(activation, nn.Module):
-        probe = torch.linspace(-6, 6, 97)
-        return "swiglu" if _same(activation(probe), torch.nn.functional.silu(probe)) else None
-    return None
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    tolerance = 1e-5 if a.dtype in (torch.float32, torch.float64) else 2e-2
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance))
 
 
 def enable_recompute(model: nn.Module) -> None:

@@ -90,7 +90,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
     library, out = _loaded(), torch.empty_like(x)
     rows = x.numel() // x.shape[-1]
     rstd = x.new_empty(rows)
-    library.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rstd.data_ptr(), rows, x.shape[-1], eps, _threads(), library.gomp)
+    library.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rstd.data_ptr(), rows, x.shape[-1], eps, _threads(),
+                     library.gomp)
     return out, rstd
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from karui.kernels.native import train as native
-
 from karui.kernels.triton_support import Backend, use_triton
 
 
