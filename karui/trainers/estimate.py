@@ -235,7 +235,7 @@ def activation_bytes_per_layer(shape: ModelShape, trained: Trained, *, residual:
 
 
 def after_attention(shape: ModelShape, trained: Trained) -> tuple[int, int]:
-    """Weights of the last layer's linears after its attention, and their adapters' parameters: they see the supervised rows only."""
+    """Weights of the last layer's linears after its attention, and their adapters' parameters: they see supervised rows only."""
     last = {x.name.rpartition(".")[2]: x for x in shape.linears}
     found = [last[leaf] for leaf in _AFTER_ATTENTION if leaf in last]
     return sum(x.size for x in found), sum(trained.rank * (x.out + x.width) for x in found if x.name in trained.targets)

@@ -13,7 +13,15 @@ from karui.adapters.lora import attach
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
 from karui.trainers.data import Sample, SampleSet, collate
-from karui.trainers.estimate import activation_bytes_per_layer, after_attention, memory, shape_of, skeleton, step_flops, trained_by
+from karui.trainers.estimate import (
+    activation_bytes_per_layer,
+    after_attention,
+    memory,
+    shape_of,
+    skeleton,
+    step_flops,
+    trained_by,
+)
 from karui.trainers.model import ATTENTION, LossSum, enable_recompute, install_lean_ops, register_attention
 from karui.trainers.preflight import Rate, dry_run, histogram, pieces, preflight, render
 
