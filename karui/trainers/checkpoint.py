@@ -41,7 +41,7 @@ _ROUNDING = {"optim.micro_tokens", "objective.chunk_tokens", "run.recompute", "r
              "data.packing"}
 
 
-_LIKE_ITS_PARAMETER = {"exp_avg", "exp_avg_sq", "exp_root", "momentum_buffer", "variance"}
+_LIKE_ITS_PARAMETER = {"exp_avg", "exp_avg_sq", "exp_root", "momentum_buffer", "variance", "state1", "state2"}
 
 
 def write_checkpoint(run: Path, step: int, state: Mapping[str, Any], optimizer: Mapping[str, torch.Tensor],
@@ -155,8 +155,10 @@ def check_belongs(state: Mapping[str, Any], recipe: Recipe, *, base: str, data: 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, torch.Tensor]:
     """The optimizer's state by `KIND/parameter name`, whole; a collective when the parameters are split over ranks."""
     names = {id(p): n for n, p in module.named_parameters()}
-    return {f"{kind}/{names[id(p)]}": whole(torch.as_tensor(value))
-            for p, kinds in optimizer.state.items() for kind, value in kinds.items()}
+    tensors = {f"{kind}/{names[id(p)]}": whole(torch.as_tensor(value))
+               for p, kinds in optimizer.state.items() for kind, value in kinds.items()}
+    # bitsandbytes shares its code tables between parameters, a file may not
+    return {k: v.clone() if k.startswith("qmap") else v for k, v in tensors.items()}
 
 
 def restore_optimizer(
@@ -176,10 +178,16 @@ def restore_optimizer(
         by_name.setdefault(name, {})[kind] = value
     if tensors and (missing := sorted(set(trained) - set(by_name))):
         raise CorruptError(f"{source}: {len(missing)} trained parameters have no optimizer state, first {missing[0]!r}.")
+    foreign = type(optimizer).__module__.startswith("bitsandbytes")  # it counts steps in a plain number
     for name, kinds in by_name.items():
         parameter = trained[name]
-        optimizer.state[parameter] = {k: v.clone() if k == "step" or v.shape != parameter.shape else split_like(v, parameter)
-                                      for k, v in kinds.items()}
+        optimizer.state[parameter] = {k: _placed(k, v, parameter, foreign) for k, v in kinds.items()}
+
+
+def _placed(kind: str, value: torch.Tensor, parameter: torch.Tensor, plain_step: bool) -> Any:
+    if kind == "step":
+        return int(value) if plain_step else value.clone()
+    return split_like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
 
 
 def load_full(model: nn.Module, folder: Path) -> None:

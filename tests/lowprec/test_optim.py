@@ -190,7 +190,7 @@ def test_lora_plus_groups():
     [
         ("adamw8", {}, "'adamw8' is not known; use one of adamw, .*Did you mean"),
         ("adamw", {"groups": [{"params": []}]}, "no parameter takes gradients"),
-        ("bnb-adamw8bit", {}, "run on CUDA devices; use adamw8bit"),
+        ("bnb-paged-adamw8bit", {}, "CUDA devices only; use paged-adamw8bit"),
         ("muon", {"groups": [{"params": [nn.Parameter(torch.ones(2, 2))], "lr_scale": 2.0}]}, "do not go with muon"),
     ],
 )

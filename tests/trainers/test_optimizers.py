@@ -8,7 +8,7 @@ from karui.configs.errors import KaruiError, UnsupportedError
 from karui.trainers.loop import read_log
 from karui.trainers.run import run_recipe
 
-OURS = ["adamw", "adamw8bit", "adamw-fp8", "paged-adamw8bit", "adafactor", "muon"]
+OURS = ["adamw", "adamw8bit", "adamw-fp8", "paged-adamw8bit", "adafactor", "muon", "bnb-adamw8bit"]
 
 
 def rows(folder):
@@ -47,5 +47,5 @@ def test_names_that_cannot_serve(make_recipe):
     with pytest.raises(KaruiError, match="optim.name"):
         make_recipe(optim={"name": "adam8"})
     if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedError, match="CUDA.*use paged-adamw8bit"):
+        with pytest.raises(UnsupportedError, match="CUDA devices only; use paged-adamw8bit"):
             run_recipe(make_recipe(optim={"name": "bnb-paged-adamw8bit"}))

@@ -42,7 +42,7 @@ def build_optimizer(
 
     Raises:
         KaruiError: an unknown name, no trained parameter, an option the optimizer does not have.
-        UnsupportedError: bitsandbytes' optimizers for parameters that are not on a GPU.
+        UnsupportedError: bitsandbytes' paged optimizer for parameters that are not on a GPU.
     """
     if name not in OPTIMIZERS:
         raise KaruiError(f"optimizer {name!r} is not known; use one of {', '.join(OPTIMIZERS)}.{nearest(name, OPTIMIZERS)}")
@@ -64,8 +64,8 @@ def build_optimizer(
             raise KaruiError("groups with a learning rate of their own (LoRA+) do not go with muon, which scales its own; "
                              "use adamw or adamw8bit.")  # fmt: skip
         return MuonAdamW(model, groups, betas=betas, eps=eps, **common)
-    if any(p.device.type != "cuda" for g in groups for p in g["params"]):
-        raise UnsupportedError(f"{name}: bitsandbytes' 8-bit optimizers run on CUDA devices; use {name.removeprefix('bnb-')}.")
+    if "paged" in name and any(p.device.type != "cuda" for g in groups for p in g["params"]):
+        raise UnsupportedError(f"{name}: bitsandbytes pages states of CUDA devices only; use {name.removeprefix('bnb-')}.")
     import bitsandbytes as bnb
 
     kind = bnb.optim.PagedAdamW8bit if "paged" in name else bnb.optim.AdamW8bit
