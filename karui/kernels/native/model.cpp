@@ -334,12 +334,13 @@ struct Model {
     }
 
     // gate and up, then silu(gate) * up as input of down. Where blocks allow it each thread goes on with the columns it has computed.
-    Inputs& gate_up_down(const Layer& y, Inputs& in, int t, int n, const Lora* const* lora) {
+    // The codes go where no linear of this phase reads: another thread may still be at its gate and up.
+    const Codes* gate_up_down(const Layer& y, Inputs& in, int t, int n, const Lora* const* lora) {
         const int T = b->tokens_n;
         const Linear *parts[] = {&y.gate, &y.up}, *down[] = {&y.down};
         float* out[] = {gate.data, up.data};
         const int ld[] = {ld_inter, ld_inter}, step = std::max(CHUNK, y.down.block);
-        Inputs& next_in = *inputs[0];
+        Codes* to = inputs[0]->coded + 2;
         if (!lora && same_codes(y.gate, y.up) && integer(y.gate) == integer(y.up) && integer(y.down) && !y.down.per_token &&
             y.down.k == y.down.k_padded && c.intermediate % step == 0) {
             const Activations a = {in.normed.data, ld_hidden, in.coded[0].codes.data, in.coded[0].scale.data, in.coded[0].sum.data};
@@ -349,19 +350,18 @@ struct Model {
             last *= step;
             for (int i = 0; i < 2; i++)
                 multiply(*parts[i], a, T, first / PANEL, last / PANEL, out[i], ld_inter, false, scratch[t]->panel.data);
-            const Codes& to = next_in.coded[0];
             const int blocks = y.down.k_padded / y.down.block, block = first / y.down.block;
             for (int r = 0; r < T && first < last; r++) {
                 float* g = gate.data + (int64_t)r * ld_inter + first;
                 swiglu(g, up.data + (int64_t)r * ld_inter + first, last - first, g);
-                CodeRow row = tiled_row(to.codes.data, to.scale.data, to.sum.data, r, y.down.k_padded, blocks);
+                CodeRow row = tiled_row(to->codes.data, to->scale.data, to->sum.data, r, y.down.k_padded, blocks);
                 row.codes += first / CHUNK * row.chunk_step;
                 row.scale += (int64_t)block * row.step;
                 row.sum += (int64_t)block * row.step;
                 quantize_row(g, last - first, y.down.block, false, factor(y.down), row);
             }
             team.barrier(t);
-            return next_in;
+            return to;
         }
         linears(parts, 2, in.normed.data, ld_hidden, in.coded, T, out, ld, false, t, n, lora);
         int first, last;
@@ -371,9 +371,9 @@ struct Model {
             swiglu(g, up.data + (int64_t)r * ld_inter, c.intermediate, g);
             for (int i = c.intermediate; i < ld_inter; i++) g[i] = 0.0f;
         }
-        quantize(down, 1, gate.data, ld_inter, first, last, next_in.coded);
+        quantize(down, 1, gate.data, ld_inter, first, last, to);
         team.barrier(t);
-        return next_in;
+        return to;
     }
 
     int visible(int s, int row) const {  // keys that row `row` of sequence s sees, itself included
@@ -636,8 +636,8 @@ struct Model {
             prepared(t);
             add_to_residual(&y.o, mixed.mixed.data, ld_q, mixed.coded, t, n, adapted ? base + 3 : nullptr);
             Inputs& post = norm_rows(y.post_norm, gate_up, 2, T, t, n);
-            Inputs& product_in = gate_up_down(y, post, t, n, adapted ? lora_gu : nullptr);
-            add_to_residual(&y.down, gate.data, ld_inter, product_in.coded, t, n, adapted ? base + 6 : nullptr);
+            const Codes* product_codes = gate_up_down(y, post, t, n, adapted ? lora_gu : nullptr);
+            add_to_residual(&y.down, gate.data, ld_inter, product_codes, t, n, adapted ? base + 6 : nullptr);
         }
         for (int i = 0; i < b->aux_n; i++)
             if (b->aux_layers[i] == c.layers) copy_aux(i, first, last);
