@@ -77,21 +77,27 @@ class _Packed:
         if cu_seqlens is None:
             self.virtual = None
             return self.ordinary(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        shared = kwargs.get("shared_prefix", False)  # the first document is the beginning of all others: it alone gets the rows
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-        documents = torch.arange(len(lengths), device=lengths.device)
+        before = torch.arange(len(cu_seqlens), device=cu_seqlens.device, dtype=cu_seqlens.dtype)  # insertions ahead
+        before = before.clamp(max=1) if shared else before
+        cu = cu_seqlens + self.count * before
         total = int(cu_seqlens[-1])
-        rows = torch.arange(total, device=lengths.device) + self.count * (documents.repeat_interleave(lengths) + 1)
-        starts = cu_seqlens[:-1].long() + self.count * documents
-        virtual = (starts.unsqueeze(1) + torch.arange(self.count, device=lengths.device)).reshape(-1)  # [D * P]
+        rows = torch.arange(total, device=lengths.device) + self.count * before[1:].long().repeat_interleave(lengths)
+        starts = cu[:1].long() if shared else cu[:-1].long()
+        virtual = (starts.unsqueeze(1) + torch.arange(self.count, device=lengths.device)).reshape(-1)
         tokens = self.body.get_input_embeddings()(input_ids)[0]
         longer = tokens.new_zeros(total + len(virtual), tokens.shape[1])
-        longer = longer.index_copy(0, rows, tokens).index_copy(0, virtual, self.embeddings(tokens).repeat(len(lengths), 1))
+        longer = longer.index_copy(0, rows, tokens).index_copy(0, virtual, self.embeddings(tokens).repeat(len(starts), 1))
         positions = position_ids.new_zeros(len(longer))
         positions[rows] = position_ids[0] + self.count
-        positions[virtual] = self.positions(position_ids).repeat(len(lengths))
-        cu = cu_seqlens + self.count * torch.arange(len(cu_seqlens), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        positions[virtual] = self.positions(position_ids).repeat(len(starts))
+        picked = kwargs.pop("loss_rows", None)  # the last layer computes these rows alone
+        if picked is not None:
+            kwargs["loss_rows"] = rows[picked]
         out = self.run(virtual, inputs_embeds=longer.unsqueeze(0), position_ids=positions.unsqueeze(0), cu_seqlens=cu, **kwargs)
-        out.last_hidden_state = out.last_hidden_state.index_select(1, rows)
+        if picked is None:
+            out.last_hidden_state = out.last_hidden_state.index_select(1, rows)
         return out
 
     def embeddings(self, like: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ def gradients(recipe, *, method_b=0.05):
     setup = prepare(recipe)
     with torch.no_grad():
         for name, parameter in setup.model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "vera_lambda_b" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * method_b)
     loss = LossSum(setup.model, recipe.objective.chunk_tokens)
     module = accelerator.prepare(loss)
