@@ -12,11 +12,13 @@ from torch import nn
 
 from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
+from karui.kernels.gemm_weight import PackedWeight, dequantize_weight
 from karui.kernels.lora import frozen_linear
 from karui.kernels.pack import pack, unpack
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import quantize
 from karui.kernels.quantize.nf4 import CODEBOOK, block_absmax
+from karui.kernels.triton_support import obstacle
 
 
 class QuantizedLinear(nn.Module):
@@ -56,10 +58,20 @@ class QuantizedLinear(nn.Module):
         """W [out, in], bit-equal to `self.qtensor().dequantize(dtype)`."""
         if self._table is None:
             return self.qtensor().dequantize(dtype)
+        if self.qweight.is_cuda and not obstacle(self.qweight.device):
+            return dequantize_weight(self.packed(), dtype)
         # two codes per look-up: the byte is the index, the entry a pair of values
         pairs = self._table.index_select(0, self.qweight.reshape(-1).int()).view(torch.float32)
         scale = self._scales()
         return pairs.view(*scale.shape, -1).mul_(scale.unsqueeze(-1)).view(self.out_features, self.in_features).to(dtype)
+
+    def packed(self) -> PackedWeight:
+        """The 4-bit weight as `gemm_weight`'s kernels read it: the same bytes."""
+        nf4 = self.spec.format == "nf4"
+        table = torch.tensor(CODEBOOK, device=self.qweight.device) if nf4 else None
+        data = self.qweight.view(self.out_features, -1)
+        scale = self._scales().reshape(-1, self._scales().shape[-1]).expand(self.out_features, -1).contiguous()
+        return PackedWeight(data, scale, None, table, 4, 0 if nf4 else 8, (self.out_features, self.in_features), high_first=True)
 
     def qtensor(self) -> QTensor:
         """The weight as a `QTensor` (codes unpacked)."""

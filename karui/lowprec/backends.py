@@ -61,6 +61,8 @@ def choose(precision: Precision, device: torch.device) -> Choice:
         if obstacle:
             raise UnsupportedError(f"backend scaled_mm: {obstacle}; use backend emulate (or auto, which falls back and says so).")
         return Choice("scaled_mm", "asked for")
+    if obstacle and device.type == "cuda" and not triton_obstacle(device, 89):
+        return Choice("triton", f"karui's kernels: {obstacle}")
     if obstacle:
         return Choice("emulate", obstacle)
     if device.type == "cpu":

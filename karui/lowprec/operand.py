@@ -14,6 +14,8 @@ from karui.kernels.quantize.nvfp4 import TILES as FP4_TILES
 from karui.kernels.quantize.nvfp4 import Nvfp4, block_scales, global_scale, quantize_nvfp4, random_hadamard
 from karui.kernels.quantize.scaled_float8 import TILES as FP8_TILES
 from karui.kernels.quantize.scaled_float8 import ScaledFloat8, quantize_float8, tile_scales
+from karui.kernels.train_quantize import quantize_both
+from karui.kernels.triton_support import obstacle
 from karui.lowprec.precision import Operand
 
 
@@ -58,6 +60,8 @@ def encode(
     """
     if operand.format == "high":
         return High(x)
+    if x.is_cuda and not obstacle(x.device) and operand.format in ("e4m3", "e5m2", "mxfp8"):
+        return encode_by_kernel(x, operand, compat=compat, amax=amax, scale=scale)
     if operand.hadamard:
         x, amax = random_hadamard(x), None
     bits = None if noise is None else noise.bits(x.shape, x.device)
@@ -71,6 +75,21 @@ def encode(
         return quantize_nvfp4(x, tile=operand.tile, compat=compat, amax=amax, noise=bits)  # type: ignore[arg-type]
     # training rounds the scale up whatever the library's default: a clipped peak is a bias no rounding repairs
     return quantize_mx(x, element=E4M3 if operand.format == "mxfp8" else E2M1, mode="rceil", compat=compat, noise=bits)
+
+
+def encode_by_kernel(x: torch.Tensor, operand: Operand, *, compat: Compat, amax: torch.Tensor | None = None,
+                     scale: torch.Tensor | None = None) -> Coded:  # fmt: skip
+    """`encode` of 8-bit formats in one or two passes over `x` (`train_quantize`), the same bits."""
+    given = None
+    if operand.delayed and scale is not None:
+        current, _ = tile_scales(largest(x) if amax is None else amax, ELEMENTS[operand.format], compat, False)
+        given = torch.where(scale > 0, scale, current)
+    kind = operand.format if operand.format == "mxfp8" else f"{operand.format}-{operand.tile}"
+    coded, _ = quantize_both(x, kind, cols=False, compat=compat, scale=given)
+    assert coded is not None
+    if operand.format == "mxfp8":
+        return Microscaled(coded.codes, coded.scale, E4M3)
+    return ScaledFloat8(coded.codes, coded.scale, coded.tile)
 
 
 def values(

@@ -63,6 +63,14 @@ def test_bias_leading_dimensions_and_the_other_order_of_halves(device, rng):
     close(gemm_weight(x, swapped, backend="triton"), x.double() @ q4.dequantize().double().t(), torch.bfloat16)
 
 
+@pytest.mark.parametrize("spec", ["nf4", "nf4dq", "w4g32"])
+def test_the_bytes_of_a_frozen_base_of_qlora(spec, device, rng):
+    from karui.adapters.quantized_linear import QuantizedLinear
+
+    layer = QuantizedLinear(quantize(torch.randn(20, 128, generator=rng, device=device), QuantSpec.parse(spec)))
+    assert torch.equal(dequantize_weight(layer.packed(), torch.float32, "triton"), layer.qtensor().dequantize())
+
+
 @pytest.mark.parametrize("spec", ["w8", "w1.58"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 70, 260), (20, 17, 96)])
 def test_int8(spec, m, n, k, device, rng):

@@ -1,0 +1,103 @@
+"""Sampling in Triton: a program per row. Bisection on a probability finds where top-k's count or top-p's mass is reached; a step
+is one pass over the row, which is in the L2 cache by then."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from karui.kernels.sampling import Settings
+from karui.kernels.triton_support.offline import WIDE_LOADS, Case
+
+_STEPS = 24
+
+
+@triton.jit
+def _above(row, V, inverse, top, floor, least, BLOCK: tl.constexpr):
+    """(count, mass) of exp(x / T - top) that are at least `least` and at least `floor`."""
+    cols = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + cols
+        e = tl.exp(tl.load(row + at, at < V, float("-inf")).to(tl.float32) * inverse - top)
+        inside = (e >= least) & (e >= floor) & (at < V)
+        count += inside.to(tl.float32)
+        mass += tl.where(inside, e, 0.0)
+    return tl.sum(count), tl.sum(mass)
+
+
+@triton.jit
+def _sample(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr, stride, V,
+            STEPS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    line = tl.program_id(0)
+    row = logits_ptr + line.to(tl.int64) * stride
+    temperature = tl.load(temperature_ptr + line)
+    greedy = temperature == 0.0
+    inverse = 1.0 / tl.where(greedy, 1.0, temperature)
+    cols = tl.arange(0, BLOCK)
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + cols
+        largest = tl.maximum(largest, tl.load(row + at, at < V, float("-inf")).to(tl.float32) * inverse)
+    top = tl.max(largest)
+    floor = 0.0
+    top_k, top_p = tl.load(top_k_ptr + line), tl.load(top_p_ptr + line)
+    if (top_k > 0) & (top_k < V) & (temperature != 0.0):
+        # invariant: at least top_k values are >= low, fewer are >= high
+        low, high = 0.0, 1.0000001
+        for _ in range(STEPS):
+            middle = 0.5 * (low + high)
+            count, _mass = _above(row, V, inverse, top, 0.0, middle, BLOCK)
+            enough = count >= top_k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        floor = low
+    if (top_p < 1.0) & (temperature != 0.0):
+        _count, whole = _above(row, V, inverse, top, floor, 0.0, BLOCK)
+        low, high = 0.0, 1.0000001
+        for _ in range(STEPS):
+            middle = 0.5 * (low + high)
+            _count, mass = _above(row, V, inverse, top, floor, middle, BLOCK)
+            enough = mass >= top_p * whole
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        floor = tl.maximum(floor, low)
+    floor = tl.maximum(floor, tl.load(min_p_ptr + line))
+    seed = tl.load(seed_ptr + line)
+    position = tl.load(position_ptr + line)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    where = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, V, BLOCK):
+        at = start + cols
+        x = tl.load(row + at, at < V, float("-inf")).to(tl.float32) * inverse - top
+        fill = at * 0
+        word, _b, _c, _d = tl.philox(seed, at, fill + position, fill, fill)
+        uniform = ((word >> 8).to(tl.float32) + 0.5) * 0.000000059604644775390625
+        score = tl.where(greedy, x, x - tl.log(-tl.log(uniform)))
+        score = tl.where((tl.exp(x) >= floor) & (at < V), score, float("-inf"))
+        better = score > best
+        where = tl.where(better, at, where)
+        best = tl.where(better, score, best)
+    winner = tl.max(best)
+    tl.store(out_ptr + line, tl.min(tl.where(best == winner, where, 2147483647)).to(tl.int64))
+
+
+def sample(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """As `karui.kernels.sampling.sample`."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    rows, vocabulary = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    s = settings
+    values = s.temperature.float(), s.top_k.int(), s.top_p.float(), s.min_p.float(), s.seed.long(), s.position.int()
+    if rows:
+        _sample[(rows,)](logits, *(v.contiguous() for v in values), out, logits.stride(0), vocabulary, STEPS=_STEPS,
+                         BLOCK=min(triton.next_power_of_2(vocabulary), 4096), num_warps=8)  # fmt: skip
+    return out
+
+
+def offline_cases() -> list[Case]:
+    types = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32",
+             "seed_ptr": "*i64", "position_ptr": "*i32", "out_ptr": "*i64", "stride": "i32", "V": "i32"}  # fmt: skip
+    return [Case("sampling", _sample, types, {"STEPS": _STEPS, "BLOCK": 4096}, WIDE_LOADS, 8)]
