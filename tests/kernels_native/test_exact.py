@@ -93,3 +93,14 @@ def test_copied_slots_continue_like_the_original():
     target = torch.tensor([b * 16 + i for b in (9, 4, 7) for i in range(16)][:39])
     runner.copy_slots(source, target)
     assert torch.equal(runner.forward(batch_of((ids[39:], 39, [9, 4, 7]), block_size=16)).logits, whole[39:])
+
+
+@pytest.mark.parametrize("rows", (1, 5))
+def test_threads_that_run_ahead_of_each_other_change_nothing(rows):
+    """Wide enough that phases overlap: a buffer that one thread fills while another reads it would show here."""
+    ids = torch.randint(0, 199, (120,)).tolist()
+    cuts = list(range(rows, 120, rows))
+    wide = {"hidden_size": 192, "intermediate_size": 2048}
+    want = run(make(isas()[0], "w4g16", 8, "float16", threads=1, **wide), ids, cuts, list(range(8)))
+    for _ in range(4):
+        assert torch.equal(run(make(isas()[0], "w4g16", 8, "float16", **wide), ids, cuts, list(range(8))), want)
