@@ -239,6 +239,8 @@ def quantize(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method, e.g. --set damp=0.05.")
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Linears that stay in high precision, e.g. '*.0.mlp.*'.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Mixed precision: bits per weight (2.6) or bytes (40MB).")] = None,
+    grids: Annotated[str, typer.Option(help="Grids that --budget chooses from.")] = "w2g64,w3g64,w4g64",
     listing: Annotated[bool, typer.Option("--list", help="List the methods with paper and cost.")] = False,
 ) -> None:
     """Quantize a model without training it, and write a bundle that passed the parity gate."""
@@ -266,6 +268,8 @@ def quantize(
         work=work,
         settings=_settings(settings or []),
         skip=skip or (),
+        budget=budget,
+        grids=tuple(g.strip() for g in grids.split(",") if g.strip()),
     )
 
 

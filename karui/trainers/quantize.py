@@ -25,6 +25,8 @@ def quantize_to_bundle(
     work: Path | None = None,
     settings: Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
+    budget: str | None = None,
+    grids: Sequence[str] = ("w2g64", "w3g64", "w4g64"),
 ) -> Manifest:
     """Run one method of `karui.qat.methods` and write its result.
 
@@ -33,6 +35,7 @@ def quantize_to_bundle(
         calibration: text file; the first `samples` x `length` tokens are used. Only methods that need no data go without.
         work: folder for finished blocks, from which a killed run goes on.
         settings: the method's own; skip: patterns of linears that stay in high precision.
+        budget: bits per weight or bytes: each linear gets the one of `grids` that serves the loss best, in place of `spec`.
 
     Raises:
         KaruiError: what the method refuses, too little calibration text, a taken target, parity not met.
@@ -51,6 +54,7 @@ def quantize_to_bundle(
     from karui.qat.methods import method as find_method
     from karui.qat.run import quantize_model, read_config
     from karui.qat.types import Options
+    from karui.trainers.mixed import plan_for
     from karui.trainers.parity import BOUND, INT8_BOUND, make_gate, quantized_model
 
     chosen = find_method(method)
@@ -61,13 +65,26 @@ def quantize_to_bundle(
     if chosen.calibrates and calibration is None:
         raise KaruiError(f"{method} needs calibration text: give --calibration FILE, or a method that needs none (rtn, hqq).")
     rows = _rows(folder, calibration, samples, length) if calibration is not None and chosen.calibrates else None
+    plan = None
+    if budget is not None:
+        if calibration is None:
+            raise KaruiError("--budget measures each layer's loss increase: give --calibration FILE.")
+        plan_rows = _rows(folder, calibration, samples, length) if rows is None else rows
+        with Progress(console=console) as bar:
+            task = bar.add_task("sensitivity")
+            plan = plan_for(folder, plan_rows, grids, budget, skip=skip,
+                            progress=lambda done, total: bar.update(task, completed=done, total=total))  # fmt: skip
+        console.print(plan.table())
+        spec = str(max(set(plan.specs.values()), key=list(plan.specs.values()).count))
+    overrides = {n.removesuffix(".weight"): s for n, s in plan.specs.items()} if plan is not None else {}
     with Progress(console=console) as bar:
-        task = bar.add_task(f"{method} {spec}")
+        task = bar.add_task(f"{method} {spec if plan is None else 'mixed'}")
         options = Options(
-            settings=settings or {}, skip=skip, work=work,
+            settings=settings or {}, skip=skip, work=work, overrides=overrides,
             progress=lambda done, total, seconds: bar.update(task, completed=done, total=total),
         )  # fmt: skip
         result = quantize_model(folder, method, spec, rows, options)
+    notes = {**result.facts, **({"mixed_precision": plan.dump()} if plan is not None else {})}
     grid = QuantSpec.parse(embedding)
     weights: dict[str, Any] = dict(result.weights)
     fates = {r.name: ("fell_back", r.fallback) if r.fallback else ("quantized" if r.spec != "none" else "kept", r.note)
@@ -84,7 +101,7 @@ def quantize_to_bundle(
         weights,
         result.config,
         tokenizer_dir=folder,
-        provenance={"source_model": folder.name, "notes": {"quantization": json.loads(json.dumps(result.facts, default=str))}},
+        provenance={"source_model": folder.name, "notes": {"quantization": json.loads(json.dumps(notes, default=str))}},
         fates=fates,
         tied=tied,
         parity=make_gate(folder, lambda _: quantized_model(result.config, dense, eights), INT8_BOUND if eights else BOUND),

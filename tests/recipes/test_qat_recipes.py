@@ -37,7 +37,8 @@ def losses(recipe):
 @pytest.mark.parametrize("name", ["efficientqat-w2", "efficientqat-w4"])
 def test_efficientqat(name, run_shipped):
     spec = f"{name[-2:]}g64"
-    recipe, result = run_shipped(name, "prepare.0.samples=8", "prepare.0.length=64", "optim.batch=20", "optim.steps=10")  # all rows each step
+    recipe, result = run_shipped(name, "prepare.0.samples=8", "prepare.0.length=64", "optim.batch=20", "optim.steps=10",  # all rows each step
+                                 "optim.lr=2e-4")
     check_bundle(result, {spec})
     rows = [r for r in read_log(recipe.output) if "loss_logits" in r]
     assert rows[-1]["loss_logits"] < rows[0]["loss_logits"]

@@ -97,3 +97,30 @@ def test_the_command_and_its_list(tiny_folder, text, tmp_path):
     assert manifest["provenance"]["notes"]["quantization"]["settings"]["damp"] == 0.02
     assert manifest["tensors"]["model.layers.0.mlp.up_proj.weight"]["spec"] == "none"
     assert manifest["tensors"]["model.layers.0.mlp.up_proj.weight"]["why"] == "outside the targets"
+
+
+def test_a_budget_spends_bits_where_they_count(tiny_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the sum of three and nine is twelve. " * 60, encoding="utf-8")
+    calibration = dict(calibration=text, samples=8, length=64)
+    manifest = quantize_to_bundle(str(tiny_folder), tmp_path / "mixed", method="gptq", spec="w4g32", budget="3.4",
+                                  grids=("w2g32", "w3g32", "w4g32"), **calibration)
+    plan = manifest.provenance.notes["quantization"]["mixed_precision"]
+    assert plan["bits_per_weight"] <= 3.4 and len({g["spec"] for g in plan["groups"]}) > 1
+    stored = {n: r.spec for n, r in manifest.tensors.items()}
+    for i in range(2):
+        q, k = (stored[f"model.layers.{i}.self_attn.{p}_proj.weight"] for p in "qk")
+        assert q == k == next(g["spec"] for g in plan["groups"] if g["name"] == f"model.layers.{i}.self_attn.q+k+v")
+    with pytest.raises(KaruiError, match="at least two"):
+        quantize_to_bundle(str(tiny_folder), tmp_path / "a", method="gptq", spec="w4g32", budget="3", grids=("w2g32",), **calibration)
+    with pytest.raises(KaruiError, match="give --calibration"):
+        quantize_to_bundle(str(tiny_folder), tmp_path / "b", method="rtn", spec="w4g32", budget="3")
+
+
+def test_efficient_qat_runs_like_any_method(tiny_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the sum of three and nine is twelve. " * 60, encoding="utf-8")
+    manifest = quantize_to_bundle(str(tiny_folder), tmp_path / "bundle", method="efficient_qat", spec="w2g32", calibration=text,
+                                  samples=8, length=64)
+    facts = manifest.provenance.notes["quantization"]
+    assert facts["e2e_loss"] <= facts["e2e_loss_before"] and manifest.parity["max_abs_dlogprob"] <= 2e-3
