@@ -53,8 +53,13 @@ def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     curves: dict[str, list[tuple[int, float]]] = {}
     names = [n for n in CONDITIONS if n in a.conditions] if a.conditions else list(CONDITIONS)
     before = None
+    if a.partial and a.partial.is_file():
+        stored = json.loads(a.partial.read_text(encoding="utf-8"))
+        losses, curves, before = stored["losses"], stored["curves"], stored["before"]
     for seed in range(a.seeds):
         for name in names:
+            if len(losses.get(name, [])) > seed:
+                continue
             begin = time.perf_counter()
             recipe = Recipe.build({
                 "name": "bench", "model": "smollm2-135m",
@@ -197,7 +202,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--conditions", type=lambda s: s.split(";"), help="only these, ;-separated")
-    parser.add_argument("--partial", type=Path, help="losses so far, as JSON")
+    parser.add_argument("--partial", type=Path, help="losses so far, as JSON; runs that are in it are not repeated")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=96)
