@@ -154,7 +154,7 @@ def _blocks(
     if rows is not None and finished == len(layers) and chosen.finishes:
         assert store is not None
         width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
-        streams["target"] = HiddenStates((*rows.shape, width), _existing(store.hidden(finished, "target")))  # type: ignore[arg-type]
+        streams["target"] = HiddenStates((*rows.shape, width), _existing(store.hidden(finished, "target")))
     if finished:
         log.info("continuing after %d finished blocks", finished)
     for index, layer in enumerate(layers):
