@@ -35,6 +35,7 @@ from karui.kernels.triton_support import has_triton, tuning  # noqa: E402
 DEVICE = torch.device("cuda" if GPU else "cpu")
 START = time.monotonic()
 BUDGET_S = 440.0
+RECIPES = ("fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8")
 
 
 def left() -> float:
@@ -365,19 +366,19 @@ def training() -> list[Figure]:
         if low is not None:
             low.prepare(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        if low is not None:
+            low.attach(optimizer)
 
         def step() -> None:
             model(tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if low is not None:
-                low.step()
 
         return milliseconds(step, 5, False)
 
     plain = tokens.numel() / step_ms(None) * 1e3
     figures = [Figure(name="step of a 1B llama, bf16", ours=plain, unit="tokens/s")]
-    for recipe in ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8"):
+    for recipe in RECIPES:
         if left() < 150:
             figures.append(Figure(name=f"step, {recipe}", ours=None, unit="tokens/s", note="no time was left"))
             continue

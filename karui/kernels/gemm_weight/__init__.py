@@ -1,6 +1,6 @@
 """y = x W^T for a W kept as 2-, 4- or 8-bit codes: decoded in registers on its way to the tensor cores, never written out.
 
-    pack_weight(qtensor)           int 2, 4, 8 bits (symmetric, affine), ternary, binary, nf4; group, channel or tensor scales
+    pack_weight(qtensor)           int 2, 4, 8 bits (symmetric, affine), ternary, binary, nf4, mxfp4; any scales
     gemm_weight(x, w)              the product, for a few rows (decoding) up to many
     gemm_weight_dgrad(dy, w)       dy W, for training on a frozen base (QLoRA, arXiv 2305.14314)
     dequantize_weight(w, dtype)    W itself, for products large enough that cuBLAS on a decoded copy wins
@@ -17,6 +17,8 @@ from karui.configs.errors import KaruiError, UnsupportedError
 from karui.kernels.gemm_weight import reference
 from karui.kernels.pack import pack
 from karui.kernels.qtensor import QTensor
+from karui.kernels.quantize.elements import E2M1, values
+from karui.kernels.quantize.microscaling import e8m0_value
 from karui.kernels.quantize.nf4 import block_absmax
 from karui.kernels.triton_support import Backend, use_triton
 
@@ -26,7 +28,7 @@ DEQUANTIZE_ROWS = 512
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """W [N, K] as codes, value = (code - zero) * scale, or table[code] * scale (nf4).
+    """W [N, K] as codes, value = (code - zero) * scale, or table[code] * scale (nf4, mxfp4).
 
     data: uint8 [N, K * bits / 8], lowest bits first (4 bits with high_first: the first of a pair in the high half).
     scale: fp32, bf16 or fp16 [N, G]; zero: int32-valued uint8 [N, G] or None (then `middle`).
@@ -60,10 +62,10 @@ def pack_weight(q: QTensor) -> PackedWeight:
     Raises:
         UnsupportedError: another grid or width, groups below 32, K no multiple of what fills a byte.
     """
-    bits = {"ternary": 2, "binary": 2, "nf4": 4}.get(q.spec.format, q.spec.bits)
-    if q.spec.format not in ("int", "ternary", "binary", "nf4") or bits not in (2, 4, 8) or len(q.shape) != 2:
+    bits = {"ternary": 2, "binary": 2, "nf4": 4, "mxfp4": 4}.get(q.spec.format, q.spec.bits)
+    if q.spec.format not in ("int", "ternary", "binary", "nf4", "mxfp4") or bits not in (2, 4, 8) or len(q.shape) != 2:
         raise UnsupportedError(
-            f"no packed kernel for {q.spec} of shape {q.shape}; kernels take int 2, 4, 8 bits, ternary, binary, nf4 matrices."
+            f"no packed kernel for {q.spec} of shape {q.shape}; kernels take int 2, 4, 8 bits, ternary, binary, nf4, mxfp4."
         )
     n, k = q.shape
     if k % (8 // bits):
@@ -74,6 +76,8 @@ def pack_weight(q: QTensor) -> PackedWeight:
 
         scale, codes = block_absmax(q), q.codes
         table = torch.tensor(CODEBOOK, device=codes.device)
+    elif q.spec.format == "mxfp4":
+        scale, codes, table = e8m0_value(q.scale.view(torch.uint8)), q.codes, values(E2M1).to(q.codes.device)
     else:
         scale = q.scale
         middle = 0 if q.zero is not None else 1 if q.spec.format in ("ternary", "binary") else 2 ** (bits - 1)

@@ -14,7 +14,7 @@ from karui.configs.quantspec import QuantSpec
 from karui.kernels.gemm_weight import dequantize_weight, gemm_int8, gemm_weight, gemm_weight_dgrad, pack_weight, reference
 from karui.kernels.quantize import quantize
 
-SPECS = ["w4g32", "w4g128", "w4g64a", "w8g64", "w2g32a", "nf4", "w1.58", "w8"]
+SPECS = ["w4g32", "w4g128", "w4g64a", "w8g64", "w2g32a", "nf4", "mxfp4", "w1.58", "w8"]
 # the interpreter cuts fp32 -> bf16 off where hardware rounds: twice the error
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -32,7 +32,7 @@ def close(got, want, dtype):
 @pytest.mark.parametrize(("m", "n", "steps"), [(1, 70, 2), (5, 33, 9), (70, 16, 1)])  # 9 steps along K are split into parts
 @pytest.mark.parametrize("spec", SPECS)
 def test_forward(spec, m, n, steps, device, rng):
-    k = steps * (32 if "g32" in spec else 64 if "g64" in spec or spec == "nf4" else 128)
+    k = steps * (32 if "g32" in spec or spec == "mxfp4" else 64 if "g64" in spec or spec == "nf4" else 128)
     q, w = weight(spec, n, k, device, rng)
     for dtype in (torch.bfloat16, torch.float32) if spec == "w4g32" else (torch.bfloat16,):
         x = torch.randn(m, k, generator=rng, device=device).to(dtype)
