@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from karui.configs.errors import UnsupportedError
 from karui.trainers.data import collate, isolation_probe, prove_isolation
 from karui.trainers.model import LossSum
 from karui.trainers.run import prepare, run_recipe
@@ -89,3 +90,9 @@ def test_killed_at_a_random_step_with_data_workers_and_resumed_is_bit_identical(
                                      run={**run, "output": str(tmp_path / "killed")}), resume=True)
     assert weights(straight.folder) == weights(resumed.folder)
     assert steps_of(straight.folder) == steps_of(resumed.folder)
+
+
+@pytest.mark.parametrize("kind", ["vera", "ia3", "prompt", "prefix"])
+def test_a_kind_that_no_bundle_holds_is_refused_before_it_trains(kind, make_recipe):
+    with pytest.raises(UnsupportedError, match="cannot be merged"):
+        prepare(make_recipe(prepare=[KINDS[kind]], export=[{"spec": "w4g32"}]))

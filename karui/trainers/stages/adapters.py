@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from karui.trainers.stages.base import Stage
+from karui.trainers.stages.base import Context, Stage
 
 EVA_TOKENS, EVA_BATCHES = 2048, 16
 
@@ -79,7 +79,19 @@ class LoraStage(AdapterStage):
         raise KaruiError(f"{self.context.model_folder} has no {name}.weight, needed to make the checkpoint's base again.")
 
 
-class VeraStage(AdapterStage):
+class UnmergedStage(AdapterStage):
+    """A kind that a bundle cannot hold; a recipe that wants one is refused before it trains."""
+
+    def __init__(self, step: Any, context: Context) -> None:
+        from karui.configs.errors import UnsupportedError
+
+        super().__init__(step, context)
+        if context.recipe.export:
+            raise UnsupportedError(f"prepare: {step.method} cannot be merged into the weights, so no bundle can hold it; "
+                                   "leave export out, or use lora.")
+
+
+class VeraStage(UnmergedStage):
     """See `karui.adapters.vera`."""
 
     def prepare(self, model: Any) -> Any:
@@ -88,7 +100,7 @@ class VeraStage(AdapterStage):
         return attach_vera(model, self.step)
 
 
-class Ia3Stage(AdapterStage):
+class Ia3Stage(UnmergedStage):
     """See `karui.adapters.ia3`."""
 
     def prepare(self, model: Any) -> Any:
@@ -97,7 +109,7 @@ class Ia3Stage(AdapterStage):
         return attach_ia3(model, self.step)
 
 
-class PromptStage(AdapterStage):
+class PromptStage(UnmergedStage):
     """See `karui.adapters.soft_prompt`."""
 
     def prepare(self, model: Any) -> Any:
