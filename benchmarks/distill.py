@@ -4,12 +4,12 @@
 
 student   SmolLM2-135M with every second layer dropped (15 of 30), healed on `--steps` steps of 4 x 128 tokens of wikitext2_valid.txt;
           figure: mean loss of the labels on 48 x 128 tokens of wikitext2_test.txt. Same steps, order of data and learning rate for
-          labels alone, KLD alone, label + KLD (0.5 + 1), KLD from 50 tokens and a tail (cached), and KLD on the student's own text
+          labels alone, KLD alone, label + KLD (0.5 + 1), label + KLD + hidden states at the kept layers (1 + 1 + 10 (1 - cos)), KLD from 50 tokens and a tail (cached), and KLD on the student's own text
           after half of the run; `--seeds` orders of the data. A difference counts when it is larger than twice the standard error of the
           paired differences over seeds.
 rollouts  tokens/s of the student's own text, sampled at temperature 1, top_p 1: the engine as `objective: on-policy` drives it,
-          weights pushed before every batch, against transformers `generate` in one padded batch (what TRL's GKD trainer calls),
-          in turn, median of `--rounds`.
+          weights pushed before every batch and `--steps-at-once` steps written together, against transformers `generate` on one
+          step's padded batch (what TRL's GKD trainer calls), in turn, median of `--rounds`.
 draft     tokens/s, tokens per verification and identity of the text with the EAGLE-3 draft in `--bundle` (a bundle made by
           `karui train draft-eagle3`), against plain decoding of the same bundle, in turn, greedy, GSM8K test questions.
 """
@@ -33,6 +33,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "labels": {"kind": "sft"},
     "kld": {"kind": "distil"},
     "label+kld": {"kind": "distil", "label": 0.5},
+    "label+kld+features": {"kind": "distil", "label": 1.0, "features": [{"loss": "cosine", "layers": "kept", "weight": 10.0}]},
     "kld top-50": {"kind": "distil", "rows": "topk", "k": 50, "cache": "auto"},
     "kld, then on-policy": {"kind": "on-policy", "divergence": "forward_kl", "parameter": None, "off_policy_first": 0.5, "max_new_tokens": 64,
                             "max_drift": 5.0},
@@ -83,7 +84,7 @@ def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     for name, values in losses.items():
         spread = f"seeds: {', '.join(f'{v:.4f}' for v in values)}"
         figures.append(Figure(name=f"held-out loss, {name}", ours=statistics.fmean(values), unit="nats", better="lower", note=spread))
-    pairs = [("kld", "labels"), ("label+kld", "labels"), ("kld", "label+kld"), ("kld top-50", "kld"), ("kld, then on-policy", "kld")]
+    pairs = [("kld", "labels"), ("label+kld", "labels"), ("label+kld+features", "labels"), ("kld", "label+kld"), ("kld top-50", "kld"), ("kld, then on-policy", "kld")]
     for one, other in pairs:
         if one in losses and other in losses:
             gaps = [x - y for x, y in zip(losses[one], losses[other])]
@@ -113,22 +114,24 @@ def rollouts(a: Any) -> list[Figure]:
                for q in questions]
     torch.set_num_threads(a.threads)
     model: Any = load_model(ModelSection(name="smollm2-135m")).eval()
-    samplers = {"none": EngineSampler(model, spec=QuantSpec.parse("none"), end=[-1], max_context=512),
-                "w8": EngineSampler(model, spec=QuantSpec.parse("w8"), end=[-1], max_context=512)}
+    samplers = {spec: EngineSampler(model, spec=QuantSpec.parse(spec), end=[-1], max_context=512) for spec in a.engines.split(",")}
     width = max(map(len, prompts))
     ids = torch.tensor([[tokenizer.pad_token_id or 0] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     from transformers import AutoModelForCausalLM
 
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    rates: dict[str, list[float]] = {"peer": [], "none": [], "w8": []}
+    rates: dict[str, list[float]] = {"peer": [], **{spec: [] for spec in samplers}}
+    ours = prompts * a.steps_at_once
     for turn in range(a.rounds):
         for name, sampler in samplers.items():
             begin = time.perf_counter()
             sampler.push(model, turn)
-            drawn = sampler.generate([np.array(p) for p in prompts], [turn * 1000 + i for i in range(len(prompts))], [a.new_tokens] * len(prompts))
+            pushed = time.perf_counter() - begin
+            drawn = sampler.generate([np.array(p) for p in ours], [turn * 1000 + i for i in range(len(ours))], [a.new_tokens] * len(ours))
             assert all(len(d.tokens) == a.new_tokens for d in drawn)
-            rates[name].append(len(prompts) * a.new_tokens / (time.perf_counter() - begin))
+            rates[name].append(len(ours) * a.new_tokens / (time.perf_counter() - begin))
+            print(f"{name}: weights pushed in {pushed:.2f} s of {time.perf_counter() - begin:.2f} s", flush=True)
         begin = time.perf_counter()
         with torch.inference_mode():
             out = plain.generate(input_ids=ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
@@ -138,8 +141,8 @@ def rollouts(a: Any) -> list[Figure]:
     peer = statistics.median(rates["peer"])
     label = f"transformers generate, batch {len(prompts)}"
     return [Figure(name=f"rollouts, {spec} weights in the engine", ours=statistics.median(rates[spec]), peer=peer, peer_name=label, goal=5.0,
-                   unit="tokens/s", note=f"{len(prompts)} prompts, {a.new_tokens} new tokens each, weights pushed before each batch; peer: {label}")
-            for spec in ("none", "w8")]
+                   unit="tokens/s", note=f"{len(ours)} at once, {a.new_tokens} new tokens each, weights pushed before each batch; peer: {label}")
+            for spec in samplers]
 
 
 def draft(a: Any) -> list[Figure]:
@@ -204,7 +207,9 @@ def main() -> None:
     parser.add_argument("--conditions", type=lambda s: s.split(";"), help="only these, ;-separated")
     parser.add_argument("--partial", type=Path, help="losses so far, as JSON; runs that are in it are not repeated")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8, help="prompts of a step; 8 is TRL's default micro-batch, which it generates in")
+    parser.add_argument("--steps-at-once", type=int, default=4, help="steps the engine writes for at once (objective.staleness + 1)")
+    parser.add_argument("--engines", default="none,w8,w4g32", help="grids of the sampler")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--bundle", type=Path, help="a bundle with an EAGLE-3 draft")
     parser.add_argument("--questions", type=int, default=12)
@@ -214,7 +219,7 @@ def main() -> None:
     a = parser.parse_args()
     logging.disable(logging.INFO)
     if a.quick:
-        a.seeds, a.steps, a.rounds, a.questions, a.batch, a.new_tokens = 1, 8, 1, 4, 8, 48
+        a.seeds, a.steps, a.rounds, a.questions, a.new_tokens = 1, 8, 1, 4, 48
         a.conditions = a.conditions or ["labels", "kld", "label+kld"]
     figures: list[Figure] = []
     extra: dict[str, Any] = {}

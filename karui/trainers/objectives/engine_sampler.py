@@ -18,6 +18,8 @@ from karui.distill.on_policy.rollout import Drawn
 from karui.trainers.model import base_model
 
 logger = logging.getLogger(__name__)
+EMBEDDING = QuantSpec.parse("w8")
+"""Grid of embedding and head when the linears are on one; on a small model they are the largest read of a step."""
 
 
 class EngineSampler:
@@ -25,7 +27,7 @@ class EngineSampler:
 
     Args:
         model: the model in training; its weights are copied now and with every `push`.
-        spec: grid of the decoder's linears in the sampler, "none" for the trainer's own values.
+        spec: grid of the decoder's linears in the sampler, "none" for the trainer's own values throughout.
         end: tokens that end a turn.
         temperature, top_p: of the draws.
         max_context: tokens of prompt and continuation.
@@ -44,7 +46,7 @@ class EngineSampler:
         weights = dense_weights(model, spec)
         runner = _runner(config, weights)
         self.engine = Engine(runner, None, eos_token_ids=list(end), max_context=max_context, max_sequences=max_sequences,
-                             kv_dtype="float32")
+                             kv_dtype="float32" if spec.format == "none" else "auto")
         self.end = frozenset(end)
         self.version = 0
         self.num_tokens, self.seconds = 0, 0.0
@@ -80,7 +82,7 @@ class EngineSampler:
 
 @torch.no_grad()
 def dense_weights(model: nn.Module, spec: QuantSpec) -> dict[str, Any]:
-    """The model's weights by checkpoint name: adapters merged, linears of the decoder on `spec`.
+    """The model's weights by checkpoint name: adapters merged; linears of the decoder on `spec`, embedding and head on int8.
 
     Raises:
         UnsupportedError: a layer whose weight is not a base weight, or a base weight plus a low-rank product.
@@ -95,8 +97,8 @@ def dense_weights(model: nn.Module, spec: QuantSpec) -> dict[str, Any]:
             continue
         key = f"{name}.weight"
         linear = module is not inner.get_output_embeddings() and weight.ndim == 2 and not isinstance(module, nn.Embedding)  # type: ignore[operator]
-        on_grid = linear and spec.format != "none"
-        out[key] = quantize(weight.float(), spec, name=key) if on_grid else weight.float().clone()
+        matrix = weight.ndim == 2 and spec.format != "none"
+        out[key] = quantize(weight.float(), spec if linear else EMBEDDING, name=key) if matrix else weight.float().clone()
         bias = getattr(getattr(module, "base_layer", module), "bias", None)
         if isinstance(bias, torch.Tensor):
             out[f"{name}.bias"] = bias.detach().float().clone()
