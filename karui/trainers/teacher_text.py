@@ -24,13 +24,15 @@ from karui.distill.generate import checker, rejection_sample
 
 def write_answers(
     model: str, output: Path, *, data: str, prompt: str = "prompt", limit: int | None = None, check: str | None = None,
-    draws: int = 1, temperature: float = 0.0, top_p: float = 1.0, max_tokens: int = 256, seed: int = 0, engine: Any = None,
+    draws: int = 1, temperature: float = 0.0, top_p: float = 1.0, max_tokens: int = 256, seed: int = 0, unfinished: bool = False,
+    engine: Any = None,
 ) -> int:
     """Let `model` answer the prompts of a data set, through its chat template; returns how many answers were kept.
 
     Args:
         data: a shipped sample or a file, as a recipe names it; prompt: its column.
         check: see `karui.distill.generate.checker`; None keeps whatever came to its end.
+        unfinished: keep answers that were cut off at max_tokens; enough for training a draft.
         engine: one that is loaded already.
 
     Raises:
@@ -57,7 +59,8 @@ def write_answers(
         return [(out.text, out.completions[0].finish_reason == "stop") for out in made.generate(requests)]
 
     values = [row.fields for row in rows]
-    kept = rejection_sample(write, values, [str(v[prompt]) for v in values], checker=wanted, draws=draws, seed=seed)
+    kept = rejection_sample(write, values, [str(v[prompt]) for v in values], checker=wanted, draws=draws, seed=seed,
+                            unfinished=unfinished)
     return _write(output, ({"prompt": k["prompt"], "completion": k["completion"]} for k in kept))
 
 
@@ -109,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--unfinished", action="store_true", help="keep answers that were cut off at --max-tokens")
     parser.add_argument("--free", type=int, metavar="N", help="no prompts: N texts from random first tokens")
     a = parser.parse_args(argv)
     try:
@@ -116,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             count = write_free(a.model, a.output, count=a.free, max_tokens=a.max_tokens, seed=a.seed)
         else:
             count = write_answers(a.model, a.output, data=a.data, prompt=a.prompt, limit=a.limit, check=a.check, draws=a.draws,
-                                  temperature=a.temperature, top_p=a.top_p, max_tokens=a.max_tokens, seed=a.seed)
+                                  temperature=a.temperature, top_p=a.top_p, max_tokens=a.max_tokens, seed=a.seed,
+                                  unfinished=a.unfinished)
     except KaruiError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
