@@ -130,6 +130,13 @@ def _pair_table(spec: QuantSpec) -> torch.Tensor | None:
     return torch.stack([values[byte >> 4], values[byte & 15]], -1).view(torch.float64).view(-1)
 
 
+def _bits(spec: QuantSpec) -> int:
+    """Bits a stored code takes: those of the grid where they hold its codes, counted from 0; two for -1, 0, 1."""
+    if spec.format in ("ternary", "binary"):
+        return 2
+    return spec.bits if spec.format in ("int", "nvfp4", "mxfp4") else 8
+
+
 def _pack(q: QTensor) -> torch.Tensor:
     if q.codes.dtype not in (torch.int8, torch.uint8):
         return q.codes
@@ -137,7 +144,7 @@ def _pack(q: QTensor) -> torch.Tensor:
     codes = (q.codes.to(torch.int16) - low).to(torch.uint8)
     if _four_bit(q.spec) and codes.shape[-1] % 2 == 0:
         return (codes[..., ::2] << 4) | codes[..., 1::2]
-    return pack(codes, q.spec.bits if q.spec.format == "int" else 8)
+    return pack(codes, _bits(q.spec))
 
 
 def _unpack(packed: torch.Tensor, spec: QuantSpec, width: int) -> torch.Tensor:
@@ -147,5 +154,5 @@ def _unpack(packed: torch.Tensor, spec: QuantSpec, width: int) -> torch.Tensor:
     if _four_bit(spec) and width % 2 == 0:
         codes = torch.stack([packed >> 4, packed & 15], -1).view(packed.shape[0], -1)
     else:
-        codes = unpack(packed, spec.bits if spec.format == "int" else 8, width)
+        codes = unpack(packed, _bits(spec), width)
     return (codes.to(torch.int16) + low).to(torch.int8) if low < 0 else codes

@@ -10,7 +10,7 @@ from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.quantize import quantize
 
-SPECS = ["nf4", "nf4dq", "w4g32", "w4", "w4t", "w8", "w8g64", "w3g64", "w2g32", "w4g64a", "w8a8", "w1.58", "w1", "fp8"]
+SPECS = ["nf4", "nf4dq", "w4g32", "w4", "w4t", "w8", "w8g64", "w3g64", "w2g32", "w4g64a", "w8a8", "w1.58", "w1", "fp8", "nvfp4", "mxfp4", "mxfp8"]
 
 
 def _linear(out=48, width=128, bias=True, seed=0):
@@ -26,7 +26,7 @@ def test_packed_weight_is_bit_equal_to_the_qtensor(spec):
     assert torch.equal(packed.dequantize(), q.dequantize())
     assert torch.equal(packed.dequantize(torch.bfloat16), q.dequantize(torch.bfloat16))
     back = packed.qtensor()
-    assert torch.equal(back.codes.float(), q.codes.float()) and torch.equal(back.scale, q.scale) and back.spec == q.spec
+    assert torch.equal(back.codes.float(), q.codes.float()) and torch.equal(back.scale.float(), q.scale.float()) and back.spec == q.spec
 
 
 @settings(max_examples=30, deadline=None)
@@ -96,3 +96,10 @@ def test_bad_weights_and_group_sizes_name_the_layer():
         quantize_linears(model, QuantSpec.parse("w4g16"), set())
     with pytest.raises(KaruiError, match="no linear"):
         quantize_linears(torch.nn.Sequential(torch.nn.ReLU()), QuantSpec.parse("w4g16"), set())
+
+
+@pytest.mark.parametrize("spec,bits", [("nvfp4", 4.5), ("mxfp4", 4.25), ("w1.58", 2), ("w3g64", 3.25), ("fp8", 8)])
+def test_a_code_takes_the_bits_of_its_grid(spec, bits):
+    packed = QuantizedLinear(quantize(torch.randn(256, 512), QuantSpec.parse(spec)))
+    stored = sum(b.numel() * b.element_size() for n, b in packed.named_buffers() if n != "_table") * 8 / (256 * 512)
+    assert stored == pytest.approx(bits, abs=0.07)
