@@ -77,6 +77,8 @@ class TritonRunner(TorchRunner):
         if reason:
             raise UnsupportedError(f"the triton runner cannot serve this: {reason}; use runner='torch'.")
         self._graphs: dict[int, _Graph] = {}
+        self._packed = False
+        self._products: dict[str, _Product] = {}
         self._use_graphs = graphs and torch.device(device).type == "cuda"
         super().__init__(config, weights, device, dtype)
 
@@ -146,8 +148,8 @@ class TritonRunner(TorchRunner):
             hidden, logits = self._replay(batch, size)
             logits, hidden = logits[batch.logit_rows.long()], hidden[batch.logit_rows.long()]
             return StepOutput(logits, hidden.float() if batch.want_hidden else None)
-        move = [x.to(self.device, torch.int32) for x in (batch.tokens, batch.positions, batch.slots)]
-        x, aux = self._run(*move, self._plan(batch, move[1]), adapters, batch.aux_layers)
+        tokens, positions, slots = (x.to(self.device, torch.int32) for x in (batch.tokens, batch.positions, batch.slots))
+        x, aux = self._run(tokens, positions, slots, self._plan(batch, positions), adapters, batch.aux_layers)
         hidden = self._norm(x[batch.logit_rows.long().to(self.device)], "model.norm.weight")
         return StepOutput(self._head(hidden), hidden.float() if batch.want_hidden else None, None if aux is None else aux.float())
 

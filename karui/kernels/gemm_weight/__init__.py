@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -48,8 +49,9 @@ class PackedWeight:
         return self.shape[1] // self.scale.shape[1]
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        move = {name: None if (t := getattr(self, name)) is None else t.to(device) for name in ("data", "scale", "zero", "table")}
-        return replace(self, **move)
+        held = {name: getattr(self, name) for name in ("data", "scale", "zero", "table")}
+        moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
+        return replace(self, **moved)
 
     @property
     def num_bytes(self) -> int:
