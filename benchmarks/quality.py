@@ -179,9 +179,9 @@ def comparisons(points: dict[str, dict[str, float]], specs: list[str], plain: fl
         for first, second in (("gptq", "rtn"), ("awq", "rtn"), ("rotation", "rtn"), ("autoround", "gptq"), ("autoround", "awq"),
                               ("efficient_qat", "autoround")):  # fmt: skip
             below(first, second, spec)
-    for method in ("rtn-static", "smoothquant-static"):
+    for method in ("rtn", "smoothquant", "llm_int8", "rtn-static", "smoothquant-static"):
         if "w8a8" in points.get(method, {}):
-            goal = 1.01 if method.startswith("smooth") else None
+            goal = 1.01 if method.startswith("smoothquant") else None
             out.append(Figure(name=f"{method} w8a8 against unquantized", ours=points[method]["w8a8"], peer=plain,
                               peer_name="unquantized", goal=goal, unit="ppl", better="lower"))  # fmt: skip
     return out

@@ -4,7 +4,8 @@
 
 Maxima run over the calibration tokens and over all linears that read the tensor. Afterwards weights are rounded to nearest on
 the given grid (w8a8, the paper's; any other works) and activations are quantized per token at run time when the spec says a8.
-As in the paper only norms take factors (`everywhere` also uses v_proj and up_proj, see `fold`).
+Departure: the paper folds into norms only; here v_proj and up_proj take factors too (`everywhere`, see `fold`), because the
+hardest channels are down_proj's inputs, which no norm feeds; and alpha is 0.7 (docs/log.md, W8A8).
 The report holds each linear's static activation scale, max|X / s| / 127, for runtimes that want one. An expert's inputs are not
 smoothed: its norm also feeds the router, which has no say in the factors.
 """
@@ -22,11 +23,11 @@ from karui.qat.types import LayerReport, MethodConfig
 
 
 class SmoothQuantConfig(MethodConfig):
-    """alpha: 0.5 shares the difficulty, 0.8 suits models with harder outliers; everywhere: fold into linears too;
-    clip_search: search weight scales as RTN does (int8 weights gain next to nothing)."""
+    """alpha: 0.5 (the paper's) shares the difficulty, 0.8 suits models with harder outliers; everywhere: fold into linears too,
+    not only into norms; clip_search: search weight scales as RTN does (int8 weights gain next to nothing)."""
 
-    alpha: float = Field(0.5, ge=0, le=1)
-    everywhere: bool = False
+    alpha: float = Field(0.7, ge=0, le=1)
+    everywhere: bool = True
     clip_search: bool = False
 
 
