@@ -33,7 +33,7 @@ def with_sub_norms(model: Any) -> nn.Module:
 
     config = model.config
     if config.model_type == "bitnet":
-        return model  # type: ignore[no-any-return]
+        return model
     if config.model_type not in ("llama", "mistral"):
         raise UnsupportedError(
             f"sub-norms: a {config.model_type} model has no counterpart with sub-norms; start from a llama or mistral model."

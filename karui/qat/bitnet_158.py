@@ -79,7 +79,7 @@ def check_converged(blend: Blend) -> None:
         )
 
 
-def make(blend: Blend, *, activations: bool = True):  # type: ignore[no-untyped-def]
+def make(blend: Blend, *, activations: bool = True):
     """A factory for `karui.qat.fake.prepare`."""
 
     def one(name: str, linear: nn.Linear, spec: QuantSpec) -> tuple[BlendedWeight, nn.Module | None]:

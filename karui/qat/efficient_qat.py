@@ -163,14 +163,15 @@ class EndToEnd:
         self, model: nn.Module, done: dict[str, Any], rows: torch.Tensor, teacher: torch.Tensor, config: EfficientQATConfig
     ) -> None:
         self.model, self.rows, self.teacher, self.config = model, rows, teacher, config
-        self.base, _, self.prefix = decoder_of(model)
+        base, _, self.prefix = decoder_of(model)
+        self.base: Any = base
         self.device = next(model.parameters()).device
         self.half = in_bfloat16(config.precision, self.device)
         self.head: torch.Tensor = model.get_output_embeddings().weight.detach()  # type: ignore[operator]
-        self.norm: nn.Module = self.base.norm  # type: ignore[assignment]
+        self.norm: Any = base.norm
         self.norms = {
             f"{n}.weight": m.weight for n, m in model.named_modules()
-            if config.norms and isinstance(getattr(m, "weight", None), nn.Parameter) and m.weight.ndim == 1  # type: ignore[union-attr]
+            if config.norms and isinstance(getattr(m, "weight", None), nn.Parameter) and m.weight.ndim == 1
         }  # fmt: skip
         with torch.no_grad():
             self.final = self.norm.weight.clone() if f"{self.prefix.rpartition('.')[0]}.norm.weight" in self.norms else None
@@ -194,7 +195,7 @@ class EndToEnd:
     def _teacher(self, hidden: torch.Tensor) -> torch.Tensor:
         """Through the final norm as it was at the start."""
         if self.final is None:
-            return self.norm(hidden)  # type: ignore[no-any-return]
+            return self.norm(hidden)
         out: torch.Tensor = torch.func.functional_call(self.norm, {"weight": self.final}, (hidden,))
         return out
 
@@ -222,7 +223,7 @@ class EndToEnd:
             order = torch.randperm(len(self.rows), generator=generator)
             for i in range(0, len(order), config.e2e_batch):
                 loss = self.loss(order[i : i + config.e2e_batch])
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()

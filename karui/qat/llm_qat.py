@@ -100,7 +100,7 @@ def quantize_kv(model: nn.Module, bits: int = 8) -> list[torch.utils.hooks.Remov
     return hooks
 
 
-def make(activation_bits: int | None):  # type: ignore[no-untyped-def]
+def make(activation_bits: int | None):
     """A factory for `karui.qat.fake.prepare`: min/max weights, activations per token."""
 
     def one(name: str, linear: nn.Linear, spec: QuantSpec) -> tuple[Nearest, nn.Module | None]:

@@ -68,7 +68,7 @@ class LSQPlus(LSQ):
 
     def __init__(self, w: torch.Tensor, spec: QuantSpec, *, name: str = "tensor") -> None:
         super().__init__(w, spec, start="range", name=name)
-        zero: Any = self.zero
+        zero: Any = getattr(self, "zero", None)
         if zero is not None:
             self.offset = nn.Parameter(zero.float())
             self.zero = None

@@ -136,7 +136,7 @@ def measure(
         raise KaruiError(f"mixed precision: the model's own loss is {base}; mend the model or the rows first.")
     total = len(ties) * len(specs)
     for i, tie in enumerate(ties):
-        modules = [model.get_submodule(n.removesuffix(".weight")) for n in tie.weights]
+        modules: list[Any] = [model.get_submodule(n.removesuffix(".weight")) for n in tie.weights]
         kept = [m.weight.detach().clone() for m in modules]
         for j, spec in enumerate(specs):
             if spec.format == "none":
