@@ -109,6 +109,19 @@ def test_attention(bounds, heads, kv_heads, size, shared):
         torch.set_num_threads(threads)
 
 
+def test_attention_of_bf16_inputs_under_fp32_tables():
+    """As autocast hands them over: bf16's rounding of what float64 gives."""
+    inputs = [rand(1, 60, n, 64, seed=i).bfloat16() for i, n in enumerate((4, 2, 2))]
+    angle = torch.outer(torch.arange(60.0), torch.linspace(1, 0.01, 32)).repeat(1, 2)
+    rotary, bounds = (angle.cos(), angle.sin()), [0, 11, 60]
+    ours = gradients(lambda *t: document_attention(*(x.transpose(1, 2) for x in t), torch.tensor(bounds), 0.125, rotary=rotary), inputs)
+    wide = tuple(t.double() for t in rotary)
+    double = gradients(lambda *t: document_attention(*(x.transpose(1, 2) for x in t), torch.tensor(bounds), 0.125, rotary=wide),
+                       [t.double() for t in inputs])
+    assert ours[0].dtype == torch.bfloat16
+    close(ours, double, 0.02)
+
+
 def test_threads_change_no_bit():
     inputs = [rand(1, 150, n, 64, seed=i).float() for i, n in enumerate((6, 2, 2))]
     cu, found = torch.tensor([0, 20, 77, 150]), []

@@ -51,7 +51,7 @@ def document_attention(
         return DocumentAttention.apply(q, k, v, cu_seqlens, scaling)
     bounds = cu_seqlens.tolist()
     if native.attention_usable(q, k, v, bounds):
-        cosine, sine = (t.contiguous() for t in rotary) if rotary else (None, None)
+        cosine, sine = (t.float().contiguous() for t in rotary) if rotary else (None, None)
         return _NativeAttention.apply(q, k, v, bounds, scaling, shared, cosine, sine)
     if rotary:
         q, k = rotate(q, *rotary), rotate(k, *rotary)
@@ -69,9 +69,9 @@ def document_attention(
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """x cos + rotate_half(x) sin."""
+    """x cos + rotate_half(x) sin, in x's dtype; cosine and sine may be of a wider one."""
     low, high = x.chunk(2, -1)
-    return x * cosine + torch.cat((-high, low), -1) * sine
+    return (x * cosine + torch.cat((-high, low), -1) * sine).to(x.dtype)
 
 
 def _with_prefix(parts: tuple[torch.Tensor, ...], shared: bool) -> tuple[torch.Tensor, ...]:
@@ -84,7 +84,8 @@ class _NativeAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], scaling: float, shared: bool,
         cosine: torch.Tensor | None, sine: torch.Tensor | None,
     ) -> torch.Tensor:
-        out, lse = native.attention(q, k, v, bounds, scaling, shared, cosine, sine)
+        exact, lse = native.attention(q.float(), k.float(), v.float(), bounds, scaling, shared, cosine, sine)
+        out = exact.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, cosine, sine)
         ctx.how = bounds, scaling, shared
         return out
@@ -92,8 +93,9 @@ class _NativeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, cosine, sine = ctx.saved_tensors
-        dq, dk, dv = native.attention_backward(grads[0].contiguous(), q, k, v, out, lse, *ctx.how, cosine, sine)
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None, None, None, None, None
+        dout, *wide = (t.float() for t in (grads[0].contiguous(), q, k, v, out))
+        found = native.attention_backward(dout, *wide, lse, *ctx.how, cosine, sine)
+        return *(g.to(t.dtype).transpose(1, 2) for g, t in zip(found, (q, k, v))), None, None, None, None, None
 
 
 def _refused(q: torch.Tensor) -> str:

@@ -122,8 +122,9 @@ def swiglu_backward(
 
 
 def attention_usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]) -> bool:
-    """Whether `attention` can take q, k, v [1, heads, T, D] laid out token by token, and has work for every thread."""
-    library = _library() if q.dtype == torch.float32 and q.device.type == "cpu" else None
+    """Whether `attention` can take q, k, v [1, heads, T, D] (bf16 as fp32) laid out token by token, and has work for every thread."""
+    plain = all(t.dtype in (torch.float32, torch.bfloat16) and t.device.type == "cpu" for t in (q, k, v))
+    library = _library() if plain else None
     if library is None or q.shape[0] != 1 or q.shape[-1] % (2 * library.lanes) or k.shape[-1] != v.shape[-1]:
         return False
     dense = all(t.stride(3) == 1 and t.stride(1) == t.shape[3] for t in (q, k, v))
