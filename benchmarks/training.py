@@ -30,7 +30,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--data", type=Path, default=DATA / "gsm8k_train.jsonl", help="GSM8K rows with question and answer")
     parser.add_argument("--steps", type=int, help="optimizer steps (default 12, quick 4)")
-    parser.add_argument("--micro-tokens", type=int, default=720, help="karui's tokens in one forward pass")
+    parser.add_argument("--micro-tokens", type=int, default=1024, help="karui's tokens in one forward pass")
     parser.add_argument("--worker", type=Path, help="internal: train in this folder and write result.json")
     args = parser.parse_args()
     steps = args.steps or (4 if args.quick else 12)
