@@ -113,7 +113,6 @@ class RunSection(Section):
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
     threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores")
     sharding: Literal["auto", "none", "fsdp2"] = Field("auto", description="of parameters over ranks; auto: as it was launched")
-    workers: int = Field(0, ge=0, description="data loader processes")
 
 
 class TrackSection(Section):

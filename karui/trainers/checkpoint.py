@@ -35,7 +35,7 @@ FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 # what may change between a run and its continuation without changing what is computed
 _FREE = {"name", "track", "export", "eval", "run.output", "run.checkpoint_every", "run.keep", "run.eval_every", "run.log_every",
-         "run.workers", "data.workers"}
+         "data.workers"}
 # what changes only the order of floating-point sums
 _ROUNDING = {"optim.micro_tokens", "objective.chunk_tokens", "run.recompute", "run.threads", "run.sharding",
              "data.packing"}
