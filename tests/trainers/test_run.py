@@ -361,6 +361,20 @@ def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(ma
     assert not list(recipe.output.parent.glob("run.old*"))
 
 
+def test_a_checkpoint_from_before_a_recipe_key_existed_goes_on(make_recipe):
+    recipe = make_recipe(run={"checkpoint_every": 3, "keep": 3})
+    folder = run_recipe(recipe).folder
+    path = folder / "checkpoint-000003" / "state.json"
+    state = json.loads(path.read_text())
+    del state["recipe"]["run"]["sharding"], state["recipe"]["optim"]["clip"]  # both at their defaults
+    path.write_text(json.dumps(state))
+    assert run_recipe(recipe, resume=path.parent).metrics["steps"] == 6
+    state["recipe"]["optim"]["lr"] = 5e-5
+    path.write_text(json.dumps(state))
+    with pytest.raises(KaruiError, match="belongs to another run .optim.lr"):
+        run_recipe(recipe, resume=path.parent)
+
+
 def test_dry_run_trains_nothing(make_recipe, capsys):
     recipe = make_recipe()
     assert run_recipe(recipe, dry_run=True).final is None
