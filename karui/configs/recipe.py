@@ -279,13 +279,12 @@ def _explain(model: type[BaseModel], source: str, error: Any) -> str:
     key = ".".join(loc)
     if error["type"] == "union_tag_invalid":
         context = error["ctx"]
+        name, tag = context["discriminator"].strip("'"), context["tag"]
         tags = [t.strip(" '") for t in context["expected_tags"].split(",")]
-        return (
-            f"{source}: {key}: {context['discriminator'].strip(chr(39))} {context['tag']!r} is not known; valid: {', '.join(tags)}."
-            f"{nearest(context['tag'], tags)}"
-        )
+        return f"{source}: {key}: {name} {tag!r} is not known; valid: {', '.join(tags)}.{nearest(tag, tags)}"
     if error["type"] == "union_tag_not_found":
-        return f"{source}: {key}: the key {error['ctx']['discriminator'].strip(chr(39))} is missing; it says what this step is."
+        name = error["ctx"]["discriminator"].strip("'")
+        return f"{source}: {key}: the key {name} is missing; it says what this step is."
     if error["type"] == "extra_forbidden":
         names = list(section.model_fields) if section else []
         return f"{source}: unknown key {key!r}; valid here: {', '.join(names)}.{nearest(loc[-1], names)}"

@@ -34,8 +34,9 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 
 class BlockAPConfig(MethodConfig):
-    """epochs over the rows (0: the start as it is), batch rows per step; lr_weight in grid steps, lr_scale as a share of the scale; start: codes and
-    scales at the beginning; precision of the products in training: auto is bfloat16 where the processor computes with it."""
+    """epochs over the rows (0: the start as it is), batch rows per step; lr_weight in grid steps, lr_scale as a share of the
+    scale; start: codes and scales at the beginning; precision of the products in training: auto is bfloat16 where the
+    processor computes with it."""
 
     epochs: int = Field(2, ge=0)
     batch: int = Field(2, ge=1)

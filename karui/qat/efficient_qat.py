@@ -168,13 +168,14 @@ class EndToEnd:
         self.device = next(model.parameters()).device
         self.half = in_bfloat16(config.precision, self.device)
         self.head: torch.Tensor = model.get_output_embeddings().weight.detach()  # type: ignore[operator]
-        self.norm: Any = base.norm
+        norm: Any = base.norm
+        self.norm = norm
         self.norms = {
-            f"{n}.weight": m.weight for n, m in model.named_modules()
-            if config.norms and isinstance(getattr(m, "weight", None), nn.Parameter) and m.weight.ndim == 1
+            f"{n}.weight": weight for n, m in model.named_modules()
+            if config.norms and isinstance(weight := getattr(m, "weight", None), nn.Parameter) and weight.ndim == 1
         }  # fmt: skip
         with torch.no_grad():
-            self.final = self.norm.weight.clone() if f"{self.prefix.rpartition('.')[0]}.norm.weight" in self.norms else None
+            self.final = norm.weight.clone() if f"{self.prefix.rpartition('.')[0]}.norm.weight" in self.norms else None
         codes = {n: q.to(self.device) for n, q in done.items() if isinstance(q, QTensor) and q.spec.format == "int"}
         self.linears = swap_in(model, codes)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ logger = logging.getLogger(__name__)
 def install_lean_ops(model: nn.Module) -> dict[str, int]:
     """Swap what can be swapped, in place; returns how many of each kind. Once the model has the form it is trained in."""
     done = dict.fromkeys(_KINDS, 0)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    whole: Any = model
+    inner: Any = whole.get_base_model() if hasattr(model, "get_base_model") else whole
     layers = getattr(inner.get_decoder(), "layers", []) if hasattr(inner, "get_decoder") else []
     last = layers[-1] if len(layers) else None
     config = getattr(inner, "config", None)
@@ -76,8 +78,9 @@ class LeanAttention:
         q, k, v = (p(hidden_states).view(shape) for p in (m.q_proj, m.k_proj, m.v_proj))
         if hasattr(m, "q_norm"):
             q, k = m.q_norm(q), m.k_norm(k)
-        out = document_attention(*(t.transpose(1, 2) for t in (q, k, v)), documents, m.scaling,
-                                 shared=kwargs.get("shared_prefix", False), rotary=tuple(t[0] for t in position_embeddings))
+        cosine, sine = position_embeddings
+        out = document_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents, m.scaling,
+                                 shared=kwargs.get("shared_prefix", False), rotary=(cosine[0], sine[0]))
         out = out.reshape(*hidden_states.shape[:-1], -1)
         rows = kwargs.get("attended_rows")
         return m.o_proj(out if rows is None else out.index_select(1, rows)), None
@@ -142,7 +145,7 @@ def _gate_fits(module: Any, config: Any) -> bool:
 
 def _attention_fits(module: Any, config: Any) -> bool:
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
-    if not all(hasattr(module, n) for n in names) or config is None or getattr(module, "attention_dropout", 0.0):
+    if not all(hasattr(module, n) for n in names) or config is None or bool(getattr(module, "attention_dropout", 0)):
         return False
     hidden, rotary, documents = _probe(module, config)
     lean = LeanAttention(module)
@@ -173,7 +176,7 @@ def _layer_fits(module: Any, config: Any) -> bool:
 
 def _probe(attention: Any, config: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Hidden states [1, 3, H], a rotation, and one document's borders."""
-    like = next(attention.parameters())
+    like = next(chain(attention.parameters(), attention.buffers()))  # on a grid its linears hold buffers only
     dtype = like.dtype if like.is_floating_point() else torch.float32
     width = config.get_text_config().hidden_size
     hidden = torch.linspace(-1, 1, 3 * width, device=like.device).sin().view(1, 3, width).to(dtype)

@@ -93,8 +93,11 @@ class _NativeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, cosine, sine = ctx.saved_tensors
-        dout, *wide = (t.float() for t in (grads[0].contiguous(), q, k, v, out))
-        found = native.attention_backward(dout, *wide, lse, *ctx.how, cosine, sine)
+        bounds, scaling, shared = ctx.how
+        found = native.attention_backward(
+            grads[0].contiguous().float(), q.float(), k.float(), v.float(), out.float(), lse, bounds, scaling, shared,
+            cosine, sine,
+        )
         return *(g.to(t.dtype).transpose(1, 2) for g, t in zip(found, (q, k, v))), None, None, None, None, None
 
 

@@ -14,7 +14,7 @@ def dora_linear(
     magnitude: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """y [..., out] = x (m (W + s B A) / ||W + s B A||)^T + bias, the norm of each row detached (arXiv 2402.09353, eq. 5 and 11)."""
+    """y [..., out] = x (m (W + s B A) / ||W + s B A||)^T + bias, each row's norm detached (arXiv 2402.09353, eq. 5, 11)."""
     merged = weight + scaling * (b @ a)
     norm = merged.norm(dim=1).detach()
     return torch.nn.functional.linear(x, (magnitude / norm).unsqueeze(1) * merged, bias)

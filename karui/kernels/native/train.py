@@ -11,7 +11,7 @@ import ctypes as C
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,11 +26,13 @@ LANES = {"avx512": 16, "avx2": 8, "generic": 8}
 class _Attention(C.Structure):
     """`Attention` of train.cpp."""
 
-    _fields_ = [(n, C.c_void_p) for n in ("q", "k", "v", "cosine", "sine", "out", "lse", "dout", "dq", "dk", "dv", "prefix",
-                                          "start")] + [
-        (n, C.c_int64) for n in ("q_row", "k_row", "v_row", "dout_row")] + [
-        (n, C.c_int32) for n in ("documents", "shared", "heads", "kv_heads", "d", "threads")] + [
-        ("scaling", C.c_float), ("gomp", C.c_void_p)]
+    _fields_: ClassVar[Any] = [
+        *((n, C.c_void_p) for n in ("q", "k", "v", "cosine", "sine", "out", "lse", "dout", "dq", "dk", "dv", "prefix", "start")),
+        *((n, C.c_int64) for n in ("q_row", "k_row", "v_row", "dout_row")),
+        *((n, C.c_int32) for n in ("documents", "shared", "heads", "kv_heads", "d", "threads")),
+        ("scaling", C.c_float),
+        ("gomp", C.c_void_p),
+    ]
 
 
 class Library:
@@ -122,7 +124,7 @@ def swiglu_backward(
 
 
 def attention_usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]) -> bool:
-    """Whether `attention` can take q, k, v [1, heads, T, D] (bf16 as fp32) laid out token by token, and has work for every thread."""
+    """Whether `attention` takes q, k, v [1, heads, T, D] (bf16 as fp32) laid out token by token, and has work for each thread."""
     plain = all(t.dtype in (torch.float32, torch.bfloat16) and t.device.type == "cpu" for t in (q, k, v))
     library = _library() if plain else None
     if library is None or q.shape[0] != 1 or q.shape[-1] % (2 * library.lanes) or k.shape[-1] != v.shape[-1]:

@@ -78,6 +78,8 @@ class Eagle3Draft(Draft):
         if section.intermediate:
             config = replace(config, intermediate_size=section.intermediate)
         self.draft = Eagle3(config, ids)
+        self.ids: torch.Tensor
+        self.head: torch.Tensor
         self.register_buffer("ids", ids, persistent=False)
         head = base_model(model).get_output_embeddings().weight.detach()  # type: ignore[operator]
         with torch.no_grad():

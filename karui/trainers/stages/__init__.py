@@ -8,8 +8,18 @@ from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
 from karui.configs.section import Section
 from karui.configs.steps import (
-    BitNetStep, EfficientQatStep, Ia3Step, LearnedGridStep, LlmQatStep, LoraStep, LowPrecisionStep, PostTrainingStep, PromptStep,
-    PruneStep, QatLoraStep, VeraStep,
+    BitNetStep,
+    EfficientQatStep,
+    Ia3Step,
+    LearnedGridStep,
+    LlmQatStep,
+    LoraStep,
+    LowPrecisionStep,
+    PostTrainingStep,
+    PromptStep,
+    PruneStep,
+    QatLoraStep,
+    VeraStep,
 )  # fmt: skip
 from karui.trainers.stages.base import Context, Stage
 
