@@ -234,7 +234,8 @@ class Setup:
         return any(stage.is_adapter for stage in self.stages)
 
     def describe(self) -> str:
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        whole = self.model if self.objective is None else self.objective  # a draft or a projection is the objective's own
+        trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         frozen += sum(m.in_features * m.out_features for m in self.model.modules() if type(m).__name__ == "QuantizedLinear")
         return f"{trained:,} parameters trained, {frozen:,} frozen, {len(self.samples):,} samples"
