@@ -38,10 +38,10 @@ class BlockAPConfig(MethodConfig):
     scale; start: codes and scales at the beginning; precision of the products in training: auto is bfloat16 where the
     processor computes with it."""
 
-    epochs: int = Field(2, ge=0)
+    epochs: int = Field(1, ge=0)
     batch: int = Field(2, ge=1)
     lr_weight: float = Field(0.02, gt=0)
-    lr_scale: float = Field(3e-3, gt=0)
+    lr_scale: float = Field(5e-3, gt=0)
     start: Literal["gptq", "rtn"] = "gptq"
     precision: Precision = "auto"
 

@@ -37,10 +37,10 @@ METHODS = {
         Method(name="rotation", paper="QuaRot 2404.00456, SpinQuant 2405.16406 (R1, R2)", cost="as gptq; unties a tied head"),
         Method(name="autoround", paper="AutoRound, arXiv 2309.05516", cost="200 steps per block", follows=True),
         Method(
-            name="block_ap", paper="EfficientQAT phase 1, arXiv 2407.11062", cost="2 epochs of training per block", follows=True
+            name="block_ap", paper="EfficientQAT phase 1, arXiv 2407.11062", cost="GPTQ, then an epoch per block", follows=True
         ),
         Method(
-            name="efficient_qat", paper="EfficientQAT, arXiv 2407.11062", cost="block_ap, then one epoch of training",
+            name="efficient_qat", paper="EfficientQAT, arXiv 2407.11062", cost="block_ap, then an epoch of training",
             follows=True, finishes=True,
         ),  # fmt: skip
     )
