@@ -51,7 +51,7 @@ def test_overrides_reach_every_depth(tmp_path):
     ("prepare.3.rank=1", "'3' is not an index"),
     ("optim", "expected key=value"),
     ("optim.lr=[1", "malformed YAML"),
-    ("track.to=wandbb", "track.to: .*'wandb', 'tensorboard' or 'none'")])  # fmt: skip
+    ("track.to=wandbb", "track.to: .*'wandb', 'tensorboard', 'trackio' or 'none'")])  # fmt: skip
 def test_bad_values_are_explained(tmp_path, override, message):
     path = write(tmp_path, MINIMAL | {"prepare": [{"method": "qlora"}]})
     with pytest.raises(KaruiError, match=message):
