@@ -170,7 +170,7 @@ def export_run(
         parity=make_gate(
             source,
             lambda manifest: merged_model(source, manifest, adapter=adapter, base_spec=base, quantized=quantized),
-            INT8_BOUND if spec.activation_bits == 8 else BOUND,
+            INT8_BOUND if 8 in {s.activation_bits for s in (spec, *(q.spec for q in quantized.values()))} else BOUND,
         ),
     )
     for row in report.summary():
