@@ -50,30 +50,32 @@ def start(accelerator: Accelerator, recipe: Recipe, folder: Path) -> str:
         accelerator.init_trackers(recipe.track.project, config=flatten(recipe.dump()))
         return "metrics: trackio, `trackio show`"
     os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.setdefault("WANDB_DIR", str(folder))
-    reason = ""
-    if "WANDB_MODE" not in os.environ and not logged_in():
-        os.environ["WANDB_MODE"], reason = "offline", " (no login)"
-    if (error := _init_wandb(accelerator, recipe)) and os.environ.get("WANDB_MODE") != "offline":
+    where = Path(os.environ.get("WANDB_DIR", folder))
+    mode, reason = os.environ.get("WANDB_MODE", ""), ""
+    if not mode:
+        mode, reason = ("online", "") if logged_in() else ("offline", " (no login)")
+    error = _init_wandb(accelerator, recipe, where, mode)
+    if error and mode != "offline":
         logger.warning("W&B cannot be reached (%s); recording offline, send it later with wandb sync", error)
-        os.environ["WANDB_MODE"], reason = "offline", " (not reachable)"
-        error = _init_wandb(accelerator, recipe)
+        mode, reason = "offline", " (not reachable)"
+        error = _init_wandb(accelerator, recipe, where, mode)
     if error:
         logger.warning("W&B cannot be used (%s); metrics go to the run folder only", error)
         accelerator.trackers = []
         return "metrics: the run folder only (W&B failed)"
-    mode = os.environ.get("WANDB_MODE", "online")
-    where = f", {folder / 'wandb'}; wandb sync sends it" if mode == "offline" else ""
-    return f"metrics: W&B {mode}{reason}{where}"
+    return f"metrics: W&B {mode}{reason}" + (f", {where / 'wandb'}; wandb sync sends it" if mode == "offline" else "")
 
 
-def _init_wandb(accelerator: Accelerator, recipe: Recipe) -> Exception | None:
-    """Start W&B; what went wrong, whatever it was: training goes on without it."""
+def _init_wandb(accelerator: Accelerator, recipe: Recipe, folder: Path, mode: str) -> Exception | None:
+    """Start W&B; what went wrong, whatever it was: training goes on without it.
+
+    Folder and mode are given and not left to the environment, which W&B reads once per process.
+    """
     track = recipe.track
     try:
         import wandb
 
-        options = {"name": track.name or recipe.name, "tags": list(track.tags),
+        options = {"name": track.name or recipe.name, "tags": list(track.tags), "dir": str(folder), "mode": mode,
                    "settings": wandb.Settings(init_timeout=30, console="off")}
         accelerator.init_trackers(track.project, config=recipe.dump(), init_kwargs={"wandb": options})
     except Exception as error:
