@@ -112,6 +112,7 @@ def export_run(
     from karui.catalogue import resolve
     from karui.inference.bundle.export import export_model
     from karui.inference.bundle.staging import check_target
+    from karui.kernels.qtensor import QTensor
     from karui.qat.methods import method as find_method
     from karui.trainers.calibrated import Calibration, calibrate, held_out_samples, held_out_sequences
     from karui.trainers.converted import load_converted
@@ -157,6 +158,7 @@ def export_run(
         notes["quantization"] = json.loads(json.dumps(found.facts(), default=str))
         for line in found.lines():
             console.print(f"  {line}")
+    grids = [q.spec for q in quantized.values() if isinstance(q, QTensor)]
     report = export_model(
         source,
         str(spec),
@@ -170,7 +172,7 @@ def export_run(
         parity=make_gate(
             source,
             lambda manifest: merged_model(source, manifest, adapter=adapter, base_spec=base, quantized=quantized),
-            INT8_BOUND if 8 in {s.activation_bits for s in (spec, *(q.spec for q in quantized.values()))} else BOUND,
+            INT8_BOUND if 8 in {s.activation_bits for s in (spec, *grids)} else BOUND,
         ),
     )
     for row in report.summary():
