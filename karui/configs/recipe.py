@@ -304,25 +304,26 @@ def _without_tags(model: type[BaseModel], loc: list[str]) -> tuple[list[str], ty
     kept: list[str] = []
     options: list[type[BaseModel]] = [model]
     for i, part in enumerate(loc):
-        if len(options) > 1 and (tagged := [m for m in options if part in _tags(m)]):
+        if len(options) > 1 and (tagged := [m for m in options if part in tags_of(m)]):
             options = tagged
             continue
         kept.append(part)
         if part.isdigit() or i == len(loc) - 1:
             continue
-        options = _sections(next((m.model_fields[part].annotation for m in options if part in m.model_fields), None))
+        options = sections_in(next((m.model_fields[part].annotation for m in options if part in m.model_fields), None))
     return kept, options[0] if options else None
 
 
-def _tags(section: type[BaseModel]) -> tuple[str, ...]:
+def tags_of(section: type[BaseModel]) -> tuple[str, ...]:
     """The values of `method` or `kind` that choose this section in a union."""
     return tuple(str(v) for key in ("method", "kind") if key in section.model_fields
                  for v in typing.get_args(section.model_fields[key].annotation))
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models an annotation holds, through lists and unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if typing.get_origin(annotation) in (tuple, list, Annotated, typing.Union, types.UnionType):
-        return [m for a in typing.get_args(annotation) for m in _sections(a)]
+        return [m for a in typing.get_args(annotation) for m in sections_in(a)]
     return []

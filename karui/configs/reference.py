@@ -6,7 +6,6 @@ import itertools
 import sys
 import types
 import typing
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -14,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from karui.configs.quantspec import QuantSpec
-from karui.configs.recipe import Recipe, shipped_recipes
+from karui.configs.recipe import Recipe, sections_in, shipped_recipes, tags_of
 
 HEAD = """# Recipe reference
 
@@ -32,13 +31,13 @@ def reference() -> str:
         what = " ".join(line.lstrip("# ") for line in lines).replace("|", "\\|")
         parts.append(f"| `{name}` | {what} |")
     parts.append("")
-    plain = [(k, f) for k, f in Recipe.model_fields.items() if not list(_sections(f.annotation))]
+    plain = [(k, f) for k, f in Recipe.model_fields.items() if not _sections(f.annotation)]
     parts += ["## Top level\n", *_table(plain)]
     for key, field in Recipe.model_fields.items():
-        sections = list(_sections(field.annotation))
+        sections = _sections(field.annotation)
         many = typing.get_origin(field.annotation) is tuple
         for section in sections:
-            tags = _tags(section)
+            tags = tags_of(section)
             where = f"{key}[]" if many else key
             if len(sections) > 1:
                 tag = next(k for k in ("method", "kind") if k in section.model_fields)
@@ -115,18 +114,9 @@ def _default(field: FieldInfo) -> str:
     return f"`{value}`"
 
 
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation is not QuantSpec:
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from _sections(part)
-
-
-def _tags(section: type[BaseModel]) -> tuple[str, ...]:
-    for key in ("method", "kind"):
-        if key in section.model_fields and typing.get_origin(section.model_fields[key].annotation) is Literal:
-            return tuple(map(str, typing.get_args(section.model_fields[key].annotation)))
-    return ()
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections of an annotation; a grid is a value, written in its short spelling."""
+    return [section for section in sections_in(annotation) if section is not QuantSpec]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from karui.kernels.quantize.compat import Compat
-from karui.kernels.quantize.elements import E2M1, E4M3, ELEMENTS
+from karui.kernels.quantize.elements import E2M1, E4M3, ELEMENTS, Element
 from karui.kernels.quantize.fused import NoiseKey, scaled_codes, scaled_values, tile_amax
 from karui.kernels.quantize.microscaling import BLOCK, Microscaled, e8m0_value, multiplier, quantize_mx, scale_exponent
 from karui.kernels.quantize.nvfp4 import TILES as FP4_TILES
@@ -68,8 +68,7 @@ def encode(
     if operand.format in ("e4m3", "e5m2"):
         element = ELEMENTS[operand.format]
         if operand.delayed and scale is not None:
-            current, _ = tile_scales(largest(x) if amax is None else amax, element, compat, False)
-            return quantize_float8(x, element=element, compat=compat, scale=torch.where(scale > 0, scale, current))
+            return quantize_float8(x, element=element, compat=compat, scale=_given(x, element, compat, amax, scale))
         return quantize_float8(x, tile=operand.tile, element=element, compat=compat)
     if operand.format == "nvfp4":
         return quantize_nvfp4(x, tile=operand.tile, compat=compat, amax=amax, noise=bits)  # type: ignore[arg-type]
@@ -77,13 +76,20 @@ def encode(
     return quantize_mx(x, element=E4M3 if operand.format == "mxfp8" else E2M1, mode="rceil", compat=compat, noise=bits)
 
 
+def _given(
+    x: torch.Tensor, element: Element, compat: Compat, amax: torch.Tensor | None, scale: torch.Tensor
+) -> torch.Tensor:
+    """The encode scale of delayed scaling, or the current one where there is no history yet."""
+    current, _ = tile_scales(largest(x) if amax is None else amax, element, compat, False)
+    return torch.where(scale > 0, scale, current)
+
+
 def encode_by_kernel(x: torch.Tensor, operand: Operand, *, compat: Compat, amax: torch.Tensor | None = None,
                      scale: torch.Tensor | None = None) -> Coded:  # fmt: skip
     """`encode` of 8-bit formats in one or two passes over `x` (`train_quantize`), the same bits."""
     given = None
     if operand.delayed and scale is not None:
-        current, _ = tile_scales(largest(x) if amax is None else amax, ELEMENTS[operand.format], compat, False)
-        given = torch.where(scale > 0, scale, current)
+        given = _given(x, ELEMENTS[operand.format], compat, amax, scale)
     kind = operand.format if operand.format == "mxfp8" else f"{operand.format}-{operand.tile}"
     coded, _ = quantize_both(x, kind, cols=False, compat=compat, scale=given)
     assert coded is not None

@@ -21,6 +21,7 @@ from torch import nn
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize.grid import grouped
+from karui.qat.first_batch import FirstBatchRange
 from karui.qat.lsq import LSQ, Stored, codes_on
 
 
@@ -124,31 +125,21 @@ class _Affine(torch.autograd.Function):
         )  # fmt: skip
 
 
-class LSQPlusActivations(nn.Module):
-    """Learned `step` and `beta`, one of each for the whole tensor, set from the first batch seen in training mode.
-
-    Before that batch activations pass unchanged. The engine has no static activation ranges: they shape training and end with it.
-    """
+class LSQPlusActivations(FirstBatchRange):
+    """Learned `step` and `beta`, one of each for the whole tensor, from the first batch's smallest and largest value."""
 
     step: nn.Parameter
-    ready: torch.Tensor
 
     def __init__(self, bits: int = 8) -> None:
         super().__init__()
         self.high = 2**bits - 1
         self.step, self.beta = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
-        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.ready:
-            if not self.training:
-                return x
-            with torch.no_grad():
-                low, high = x.min().float(), x.max().float()
-                self.step.fill_(float((high - low).clamp_min(1e-8)) / self.high)
-                self.beta.fill_(float(low))
-                self.ready.fill_(True)
-        value: torch.Tensor = LearnedRange.apply(
-            x.float(), self.step, self.beta, 0, self.high, 1 / math.sqrt(x.numel() * self.high)
-        )
-        return value.to(x.dtype)
+    def start(self, x: torch.Tensor) -> None:
+        low, high = x.min().float(), x.max().float()
+        self.step.fill_(float((high - low).clamp_min(1e-8)) / self.high)
+        self.beta.fill_(float(low))
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = LearnedRange.apply(x, self.step, self.beta, 0, self.high, 1 / math.sqrt(x.numel() * self.high))
+        return value

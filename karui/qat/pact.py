@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from karui.qat.first_batch import FirstBatchRange
+
 
 class Clipped(torch.autograd.Function):
     """(x, alpha [1]) -> value; see the equations."""
@@ -34,26 +36,17 @@ class Clipped(torch.autograd.Function):
         return grads[0] * ~(above | below), (grads[0] * signs).sum().reshape(1), None, None
 
 
-class PACT(nn.Module):
-    """Learned `alpha`, one for the whole tensor, set to the absmax of the first batch seen in training mode.
-
-    Before that batch activations pass unchanged. The engine has no static activation ranges: they shape training and end with it.
-    """
-
-    ready: torch.Tensor
+class PACT(FirstBatchRange):
+    """Learned `alpha`, one for the whole tensor, from the first batch's absmax."""
 
     def __init__(self, bits: int = 8, *, signed: bool = True) -> None:
         super().__init__()
         self.signed, self.high = signed, 2 ** (bits - 1) - 1 if signed else 2**bits - 1
         self.alpha = nn.Parameter(torch.ones(1))
-        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.ready:
-            if not self.training:
-                return x
-            with torch.no_grad():
-                self.alpha.fill_(max(float(x.abs().max()), 1e-8))
-                self.ready.fill_(True)
-        value: torch.Tensor = Clipped.apply(x.float(), self.alpha.clamp_min(1e-8), self.high, self.signed)
-        return value.to(x.dtype)
+    def start(self, x: torch.Tensor) -> None:
+        self.alpha.fill_(max(float(x.abs().max()), 1e-8))
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = Clipped.apply(x, self.alpha.clamp_min(1e-8), self.high, self.signed)
+        return value

@@ -142,7 +142,9 @@ def unmerged_model(source: Path, adapter: Path, base: QuantSpec | None) -> Any:
         return PeftModel.from_pretrained(model, str(adapter)).eval()
 
 
-def put_on_grid(model: Any, base: QuantSpec | None, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+def put_on_grid(
+    model: Any, base: QuantSpec | None, change: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, weight: weight
+) -> None:
     """Every linear of the blocks replaced by its value on the grid, in place, as QLoRA does it to its base, after `change`."""
     import torch
 

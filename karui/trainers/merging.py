@@ -13,13 +13,14 @@ A calibrated method follows the merged model closely, whichever it is, so for it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
-from karui.trainers.calibrated import kl_per_token, logprobs_of, unmerged_model
+from karui.trainers.calibrated import kl_per_token, logprobs_of, put_on_grid, unmerged_model
 from karui.trainers.parity import merged_model
 
 Merge = Literal["auto", "trained", "original"]
@@ -67,15 +68,14 @@ def choose_merge(
     if asked not in get_args(Merge):
         raise KaruiError(f"merge {asked!r} is not known; use one of {', '.join(get_args(Merge))}.")
     trained = logprobs_of(unmerged_model(source, adapter, base), sequences)
-    kl: dict[str, float] = {}
-    for candidate in (base, NONE):
-        model = merged_model(source, None, adapter=adapter, base_spec=candidate, attention="sdpa")
-        _round(model, spec)
-        kl["original" if candidate.format == "none" else f"dequantized {candidate}"] = kl_per_token(
-            trained, logprobs_of(model, sequences))
-    by_base = dict(zip((base, NONE), kl.values()))
+
+    def divergence(model: Any) -> float:
+        put_on_grid(model, spec)
+        return kl_per_token(trained, logprobs_of(model, sequences))
+
+    best, kl = _measure(source, adapter, base, divergence)
     if asked == "auto":
-        chosen, why = min(by_base, key=lambda b: by_base[b]), "the smaller KL"
+        chosen, why = best, "the smaller KL"
     else:
         chosen, why = (base if asked == "trained" else NONE), f"as asked: {asked}"
     return MergeChoice(base=chosen, why=why, measured=kl, tokens=sum(map(len, sequences)))
@@ -88,39 +88,31 @@ def choose_by_loss(source: Path, adapter: Path, base: QuantSpec, samples: list[A
     """
     if not samples:
         return MergeChoice(base=base, why="no held-out samples to judge by", measured={}, tokens=0, of="loss")
-    losses: dict[str, float] = {}
-    for candidate in (base, NONE):
-        model = merged_model(source, None, adapter=adapter, base_spec=candidate, attention="sdpa")
-        losses["original" if candidate.format == "none" else f"dequantized {candidate}"], tokens = _loss(model, samples)
-    by_base = dict(zip((base, NONE), losses.values()))
-    chosen = min(by_base, key=lambda b: by_base[b])
+    tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+    chosen, losses = _measure(source, adapter, base, lambda model: _loss_sum(model, samples) / max(1, tokens))
     return MergeChoice(base=chosen, why="the smaller held-out loss", measured=losses, tokens=tokens, of="loss")
 
 
-def _loss(model: Any, samples: list[Any]) -> tuple[float, int]:
-    """Mean loss of the supervised tokens of samples (`ids`, `loss_mask`), and their number."""
+def _measure(
+    source: Path, adapter: Path, base: QuantSpec, figure: Callable[[Any], float]
+) -> tuple[QuantSpec, dict[str, float]]:
+    """The base whose merged model has the smaller figure, and both figures by the base's name."""
+    found: dict[QuantSpec, float] = {}
+    for candidate in (base, NONE):
+        found[candidate] = figure(merged_model(source, None, adapter=adapter, base_spec=candidate, attention="sdpa"))
+    names = {candidate: "original" if candidate == NONE else f"dequantized {candidate}" for candidate in found}
+    return min(found, key=lambda b: found[b]), {names[b]: value for b, value in found.items()}
+
+
+def _loss_sum(model: Any, samples: list[Any]) -> float:
+    """Loss of the supervised tokens of samples (`ids`, `loss_mask`), summed."""
     import torch
 
-    total, tokens = 0.0, 0
+    total = 0.0
     for sample in samples:
         ids, mask = torch.tensor(sample.ids.tolist()), torch.tensor(sample.loss_mask.tolist()).bool()[1:]
         with torch.inference_mode():
             hidden = model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0, :-1][mask]
             logits = model.get_output_embeddings()(hidden).float()
             total += float(torch.nn.functional.cross_entropy(logits, ids[1:][mask], reduction="sum"))
-        tokens += int(mask.sum())
-    return total / max(1, tokens), tokens
-
-
-def _round(model: Any, spec: QuantSpec) -> None:
-    import torch
-
-    from karui.kernels.quantize import quantize
-
-    if spec.format == "none":
-        return
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}":
-                module.weight.copy_(quantize(module.weight, spec, name=f"{name}.weight").dequantize())
-
+    return total

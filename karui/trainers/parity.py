@@ -8,7 +8,7 @@ exactness for speed; how far they move the logprobs is measured and stored besid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,11 @@ PROBE = (
     "wrote the number down; the day before there had been 21.\n\ndef area(width, height):\n    return width * height\n\n"
     "Water boils at 100 degrees Celsius at sea level. In 1889 the tower was opened to the public, 300 metres high."
 )
+
+
+def bound_for(specs: Iterable[QuantSpec]) -> float:
+    """The bound of a bundle with weights on these grids."""
+    return INT8_BOUND if any(spec.activation_bits == 8 for spec in specs) else BOUND
 
 
 def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any], bound: float = BOUND) -> Callable[[Path], dict[str, Any]]:

@@ -117,7 +117,7 @@ def export_run(
     from karui.trainers.calibrated import Calibration, calibrate, held_out_samples, held_out_sequences
     from karui.trainers.converted import load_converted
     from karui.trainers.merging import choose_by_loss, choose_merge
-    from karui.trainers.parity import BOUND, INT8_BOUND, make_gate, merged_model
+    from karui.trainers.parity import bound_for, make_gate, merged_model
 
     folder = Path(run)
     if not (folder / "recipe.json").is_file():
@@ -172,7 +172,7 @@ def export_run(
         parity=make_gate(
             source,
             lambda manifest: merged_model(source, manifest, adapter=adapter, base_spec=base, quantized=quantized),
-            INT8_BOUND if 8 in {s.activation_bits for s in (spec, *grids)} else BOUND,
+            bound_for((spec, *grids)),
         ),
     )
     for row in report.summary():

@@ -55,7 +55,7 @@ def quantize_to_bundle(
     from karui.qat.run import quantize_model, read_config
     from karui.qat.types import Options
     from karui.trainers.mixed import plan_for
-    from karui.trainers.parity import BOUND, INT8_BOUND, make_gate, quantized_model
+    from karui.trainers.parity import bound_for, make_gate, quantized_model
 
     chosen = find_method(method)
     check_target(Path(output), overwrite=False)
@@ -95,7 +95,8 @@ def quantize_to_bundle(
             fates[name] = ("quantized", "embedding" if "embed" in name else "output head")
     tied = (("model.embed_tokens.weight", "lm_head.weight"),) if "lm_head.weight" not in weights else ()
     dense = {k: v.dequantize() if isinstance(v, QTensor) else v for k, v in weights.items()}
-    eights = [k for k, v in weights.items() if isinstance(v, QTensor) and v.spec.activation_bits == 8]
+    grids_of = {k: v.spec for k, v in weights.items() if isinstance(v, QTensor)}
+    eights = [k for k, s in grids_of.items() if s.activation_bits == 8]
     manifest = write(
         output,
         weights,
@@ -104,7 +105,7 @@ def quantize_to_bundle(
         provenance={"source_model": folder.name, "notes": {"quantization": json.loads(json.dumps(notes, default=str))}},
         fates=fates,
         tied=tied,
-        parity=make_gate(folder, lambda _: quantized_model(result.config, dense, eights), INT8_BOUND if eights else BOUND),
+        parity=make_gate(folder, lambda _: quantized_model(result.config, dense, eights), bound_for(grids_of.values())),
     )
     for entry in result.report:
         if entry.fallback:

@@ -340,7 +340,7 @@ def _finish(setup: Setup, folder: Path, metrics: dict[str, Any]) -> None:
         setup.objective.save(scratch)
         setup.tokenizer.save_pretrained(str(scratch))
     replace_folder(scratch, folder / "final")
-    _write_json(folder / "metrics.json", metrics)
+    write_json(folder / "metrics.json", metrics)
 
 
 def _open_folder(folder: Path, recipe: Recipe, keep_steps: int | None) -> None:
@@ -359,7 +359,7 @@ def _open_folder(folder: Path, recipe: Recipe, keep_steps: int | None) -> None:
         os.replace(folder, aside)
         logger.warning("%s held an earlier run; it was moved to %s", folder, aside)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "recipe.json", recipe.dump())
+    write_json(folder / "recipe.json", recipe.dump())
 
 
 def _step_of(line: str) -> int:
@@ -369,7 +369,8 @@ def _step_of(line: str) -> int:
         return sys.maxsize  # a line cut short by the kill
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, which appears whole or not at all."""
     scratch = path.with_name(f".{path.name}.tmp{os.getpid()}")
     scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(scratch, path)

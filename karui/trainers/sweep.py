@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ import yaml
 
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
+from karui.trainers.run import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def sweep(
         trial = _run(values, own)
         notify(f"  loss {trial.loss:.4f}" if trial.loss is not None else f"  failed: {trial.error}")
         trials.append(trial)
-        _write(root, rank(trials))
+        write_json(root / "sweep.json", [asdict(t) for t in rank(trials)])
     if all(t.loss is None for t in trials):
         raise KaruiError(f"all {len(trials)} runs of the sweep failed, the last with: {trials[-1].error}")
     ranked = rank(trials)
@@ -126,7 +126,7 @@ def _run(values: dict[str, Any], recipe: Recipe) -> Trial:
         root = recipe.output.parent
         root.mkdir(parents=True, exist_ok=True)
         path = root / f"{recipe.output.name}.json"
-        path.write_text(json.dumps(recipe.dump(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, recipe.dump())
         command = [sys.executable, "-m", "karui.trainers.run", str(path)]
         if any(recipe.output.glob("checkpoint-*")) and _same_run(recipe):
             command.append("--resume")
@@ -157,13 +157,6 @@ def _finished(recipe: Recipe) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
-
-
-def _write(root: Path, trials: Sequence[Trial]) -> None:
-    path = root / "sweep.json"
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(json.dumps([asdict(t) for t in trials], indent=1) + "\n", encoding="utf-8")
-    os.replace(scratch, path)
 
 
 def _plot(root: Path, trials: Sequence[Trial]) -> None:

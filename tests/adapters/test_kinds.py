@@ -16,7 +16,7 @@ from karui.configs.errors import CorruptError, KaruiError
 from karui.configs.recipe import Recipe
 from karui.configs.steps import LoraStep
 from karui.kernels.dora.reference import dora_linear
-from tests.adapters.test_lora import IDS, fill, tiny
+from tests.adapters.test_lora import IDS, fill, same_gradients, tiny
 
 STARTS = [("lora", "pissa", "none"), ("lora", "olora", "none"), ("qlora", "pissa", "nf4dq"), ("qlora", "loftq", "nf4dq"),
           ("qlora", "loftq", "w4g32"), ("qlora", "olora", "w4g32")]
@@ -59,12 +59,7 @@ def test_dora_and_its_gradients_are_pefts_in_float64(bias):
                     parameter.mul_(1.1)
         model.train()
         model(input_ids=IDS, labels=IDS).loss.backward()
-    grads = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
-    peers = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
-    assert grads.keys() == peers.keys() and len(grads) == 2 * 7 * 3
-    for name in grads:
-        assert float(peers[name].abs().max()) > 0
-        assert torch.allclose(grads[name], peers[name], rtol=1e-8, atol=1e-12), name
+    same_gradients(ours, theirs, count=2 * 7 * 3, rtol=1e-8)
 
 
 def test_dora_follows_factors_that_an_optimizer_changed():
