@@ -18,7 +18,7 @@ from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
 from karui.qat.activations import fake_quantize_tokens
-from karui.qat.fake import Nearest, QATLinear
+from karui.qat.fake import Nearest
 
 
 class Blend(nn.Module):
@@ -86,8 +86,3 @@ def make(blend: Blend, *, activations: bool = True):
         return BlendedWeight(linear.weight, spec, blend, name=name), BlendedActivations(blend) if activations else None
 
     return one
-
-
-def absmean_ternary(model: nn.Module) -> dict[str, QTensor]:
-    """What plain rounding of every prepared linear would store: the baseline that training has to beat."""
-    return {n: m.weight_quantizer.codes(m.weight) for n, m in model.named_modules() if isinstance(m, QATLinear)}
