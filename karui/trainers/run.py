@@ -78,11 +78,10 @@ def run_recipe(
         KaruiError: anything the recipe, the data, the model or a checkpoint makes impossible; says what to do.
     """
     import torch
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType
 
     from karui.trainers import checkpoint as ckpt
     from karui.trainers import sharding, tracking
+    from karui.trainers.data import total_steps
     from karui.trainers.launched import resolve_precision
     from karui.trainers.loop import Loop, LoopState
     from karui.trainers.model import enable_recompute
@@ -91,20 +90,7 @@ def run_recipe(
 
     recipe = resolve_precision(recipe, os.environ, cuda=torch.cuda.is_available())
     folder = recipe.output
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision=recipe.run.precision,
-        log_with=tracking.tracker_names(recipe) or None,
-        project_dir=str(folder),
-    )
-    if accelerator.distributed_type not in (
-        DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP
-    ):
-        raise UnsupportedError(
-            f"distributed mode {accelerator.distributed_type.value} is not supported; launch with DDP or FSDP2: "
-            f"accelerate launch --multi_gpu --num_processes N, or torchrun --nproc_per_node N, -m karui.trainers.run RECIPE "
-            f"[--set run.sharding=fsdp2]."
-        )
+    accelerator = _make_accelerator(recipe)
     _set_threads(recipe, accelerator)
     main = accelerator.is_main_process
     if resume == "auto":
@@ -126,19 +112,7 @@ def run_recipe(
         load_weights(setup, start)
         state = LoopState(**stored["loop"])
     loss.to(accelerator.device)
-    split = sharding.wanted(recipe, accelerator)
-    if split and recipe.optim.name != "adamw":
-        raise UnsupportedError(f"optim.name {recipe.optim.name} takes no parameters that are split over ranks; use adamw, or "
-                               f"run.sharding: none.")
-    module: Any
-    optimizer: Any
-    if split:
-        sharding.shard(loss, accelerator)
-        module = loss
-        optimizer = inner = make_optimizer(recipe, loss, setup.stages)
-    else:
-        module, optimizer = accelerator.prepare(loss, make_optimizer(recipe, loss, setup.stages))
-        inner = optimizer.optimizer
+    module, optimizer, inner = _spread(recipe, accelerator, loss, setup.stages)
     for stage in setup.stages:
         stage.attach(inner)
     if start is not None:
@@ -161,8 +135,6 @@ def run_recipe(
                     moments, lambda scratch: save_weights(setup, scratch), recipe.run.keep,
                 )
         accelerator.wait_for_everyone()
-
-    from karui.trainers.data import total_steps
 
     total = total_steps(len(setup.samples), batch=recipe.optim.batch, epochs=recipe.optim.epochs, steps=recipe.optim.steps)
     # dropout differs between ranks; a resumed run goes on with the stored streams
@@ -204,6 +176,47 @@ def run_recipe(
     final = None if loop.interrupted else folder / "final"
     return RunResult(folder=folder, final=final, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted,
                      tracker=tracker if hold_tracker else None)
+
+
+def _make_accelerator(recipe: Recipe) -> Accelerator:
+    """The accelerator of this process, as the recipe and the launch say; refuses a way of launching that is not supported."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    from karui.trainers import tracking
+
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=recipe.run.precision,
+        log_with=tracking.tracker_names(recipe) or None,
+        project_dir=str(recipe.output),
+    )
+    if accelerator.distributed_type not in (
+        DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP
+    ):
+        raise UnsupportedError(
+            f"distributed mode {accelerator.distributed_type.value} is not supported; launch with DDP or FSDP2: "
+            f"accelerate launch --multi_gpu --num_processes N, or torchrun --nproc_per_node N, -m karui.trainers.run RECIPE "
+            f"[--set run.sharding=fsdp2]."
+        )
+    return accelerator
+
+
+def _spread(recipe: Recipe, accelerator: Accelerator, loss: Any, stages: Sequence[Stage]) -> tuple[Any, Any, Any]:
+    """(what the loop calls, its optimizer, torch's own optimizer in it): alone, under DDP, or split over the ranks."""
+    from karui.trainers import sharding
+
+    split = sharding.wanted(recipe, accelerator)
+    if split and recipe.optim.name != "adamw":
+        raise UnsupportedError(f"optim.name {recipe.optim.name} takes no parameters that are split over ranks; use adamw, or "
+                               f"run.sharding: none.")
+    if split:
+        sharding.shard(loss, accelerator)
+        optimizer = make_optimizer(recipe, loss, stages)
+        return loss, optimizer, optimizer
+    module, optimizer = accelerator.prepare(loss, make_optimizer(recipe, loss, stages))
+    return module, optimizer, optimizer.optimizer
 
 
 @dataclass(kw_only=True)
