@@ -1,6 +1,7 @@
 """Perplexity, held-out loss, time and memory of every post-training method on one model, same calibration rows for all.
 
     KARUI_PEERS=... python benchmarks/quality.py [--quick] [--json OUT] [--plot OUT.png] [--methods gptq,...] [--specs w4g64,...]
+                                                [--cache DIR]
 
 Protocol: each text as one string, no special tokens, non-overlapping windows of 1024 tokens, every token but a window's first is
 scored, mean over all, exp; fp32, through transformers, with the dequantized weights. Calibration: 64 x 512 tokens of
@@ -11,13 +12,17 @@ wikitext2_valid.txt; scored on the first 40 windows of wikitext2_test.txt. GSM8K
 W8A8 quantizes activations with one fixed scale per linear's input (per tensor, static: the setting SmoothQuant was made for), found
 on the calibration rows; `dynamic` has one scale per token instead, as the engine runs it.
 
-Each run is a process of its own, so that peak memory is that run's. Peer: KARUI_PEERS/llmcompressor; where it is not installed, its
+Each run is a process of its own, so that peak memory is that run's. With --cache it leaves a JSON file in DIR, named after its
+method, grid and a hash of settings and protocol, and is not repeated; a row says so when the method's code has changed since.
+`--one METHOD --specs SPEC --cache DIR` makes a single run. CPU time and wall time are the quantization's alone; wall time of a
+machine that others used says nothing. Peer: KARUI_PEERS/llmcompressor; where it is not installed, its
 figures measured earlier on a 2-core machine under this protocol are the goal, in absolute numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import re
@@ -33,11 +38,55 @@ from figures import DATA, Figure, arguments, peer_python, report  # noqa: E402
 
 MEASURED = {"w4g64": 26.46, "w3g64": 63.96, "w2g64": 9670.0}  # llm-compressor 0.14, GPTQ
 MEASURED_SECONDS, MEASURED_GB = 335.0, 1.8
-ASKED = {("autoround", "w4g64"): 23.2, ("efficient_qat", "w4g64"): 22.5, ("efficient_qat", "w3g64"): 27.0, ("efficient_qat", "w2g64"): 60.0}
+ASKED = {
+    ("autoround", "w4g64"): 23.2,
+    ("efficient_qat", "w4g64"): 22.5,
+    ("efficient_qat", "w3g64"): 27.0,
+    ("efficient_qat", "w2g64"): 60.0,
+}
 LENGTH, WINDOW = 512, 1024
 # Slowest first within reason: AutoRound's 200 iterations would take an hour here.
 SETTINGS: dict[str, dict[str, Any]] = {"autoround": {"iterations": 40, "batch": 4}}
 ORDER = ("rtn", "hqq", "awq", "rotation", "gptq", "autoround", "efficient_qat")
+
+
+def given(a: argparse.Namespace, method: str) -> dict[str, Any]:
+    """The settings of a run, as far as they are not the method's defaults."""
+    return json.loads(a.settings) or SETTINGS.get(method, {})
+
+
+def cached(a: argparse.Namespace, method: str, spec: str) -> Path | None:
+    """Where a run's figures are kept: one file for everything they depend on but the code."""
+    from karui.qat.methods import METHODS
+
+    name = method.removesuffix("-static")
+    if a.cache is None or (method != "none" and name not in METHODS):
+        return None
+    settings = METHODS[name].load().CONFIG.build(given(a, name)).model_dump() if method != "none" else {}
+    key = [method, spec, settings, a.model, a.samples if method != "none" else 0, a.windows, a.answers]
+    mark = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    return Path(a.cache) / f"{method}-{spec}-{mark}.json"
+
+
+def code_of(method: str) -> str:
+    """A hash of the source of a method and of what all methods stand on."""
+    folder, digest = Path(__file__).resolve().parent.parent / "karui" / "qat", hashlib.sha256()
+    for name in (method.removesuffix("-static"), "gptq", "calibration", "run", "search", "grids", "rtn", "fold"):
+        if (file := folder / f"{name}.py").is_file():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def one(a: argparse.Namespace, method: str, spec: str) -> dict[str, Any]:
+    """`measure`, or what an earlier run has left in the cache."""
+    file = cached(a, method, spec)
+    if file is not None and file.is_file():
+        return dict(json.loads(file.read_text()))
+    found = measure(a, method, spec) | {"code": code_of(method), "settings": given(a, method.removesuffix("-static"))}
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found) + "\n")
+    return found
 
 
 def measure(a: argparse.Namespace, method: str, spec: str) -> dict[str, float]:
@@ -49,6 +98,7 @@ def measure(a: argparse.Namespace, method: str, spec: str) -> dict[str, float]:
     from karui.qat.run import load, quantize_loaded, read_config
     from karui.qat.types import Options
 
+    torch.set_num_threads(a.threads or torch.get_num_threads())
     folder = Path(resolve(a.model))
     tokenizer = load_tokenizer(folder)
 
@@ -56,15 +106,15 @@ def measure(a: argparse.Namespace, method: str, spec: str) -> dict[str, float]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     model: Any = load(folder, torch.float32).eval()
-    found: dict[str, float] = {"seconds": 0.0}
+    found: dict[str, float] = {"seconds": 0.0, "cpu_seconds": 0.0}
     if method != "none":
         name, static = method.removesuffix("-static"), method.endswith("-static")
         ids = encode((DATA / "wikitext2_valid.txt").read_text(encoding="utf-8")[: a.samples * LENGTH * 8])
         rows = torch.tensor(ids[: a.samples * LENGTH]).view(a.samples, LENGTH)
-        start = time.perf_counter()
-        settings = json.loads(a.settings) or SETTINGS.get(name, {})
+        start, cpu = time.perf_counter(), time.process_time()
+        settings = given(a, name)
         result = quantize_loaded(model, read_config(folder), name, spec, rows, Options(settings=settings))
-        found["seconds"] = time.perf_counter() - start
+        found |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
         if spec.endswith("a8"):
             eights = [r.name for r in result.report if r.spec != "none"]
             outlier = result.facts["settings"].get("threshold", 0.0)  # LLM.int8() keeps outlier columns whole
@@ -89,7 +139,9 @@ def loss(model: Any, ids: list[int], first: int) -> tuple[float, int]:
     x = torch.tensor([ids])
     with torch.inference_mode():
         hidden = model.get_decoder()(x, use_cache=False).last_hidden_state[0, first - 1 : -1]
-        return float(torch.nn.functional.cross_entropy(model.lm_head(hidden), x[0, first:], reduction="sum").double()), len(ids) - first
+        return float(torch.nn.functional.cross_entropy(model.lm_head(hidden), x[0, first:], reduction="sum").double()), len(
+            ids
+        ) - first
 
 
 def static_scales(model: Any, names: list[str], rows: Any) -> dict[str, float]:
@@ -114,16 +166,29 @@ def static_scales(model: Any, names: list[str], rows: Any) -> dict[str, float]:
     return {n: peak / 127 for n, peak in peaks.items()}
 
 
-def child(a: argparse.Namespace, method: str, spec: str) -> dict[str, float] | None:
-    """`measure` in a process of its own; None when it failed, with the reason printed."""
+def child(a: argparse.Namespace, method: str, spec: str) -> dict[str, Any] | None:
+    """`one` in a process of its own; None when it failed, with the reason printed."""
+    file = cached(a, method, spec)
+    if file is not None and file.is_file():
+        return one(a, method, spec)
     command = [sys.executable, __file__, "--one", method, "--specs", spec, "--model", a.model, "--settings", a.settings]
-    command += ["--samples", str(a.samples), "--windows", str(a.windows), "--answers", str(a.answers)]
+    command += [
+        "--samples",
+        str(a.samples),
+        "--windows",
+        str(a.windows),
+        "--answers",
+        str(a.answers),
+        "--threads",
+        str(a.threads),
+    ]
+    command += ["--cache", str(a.cache)] if a.cache is not None else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(f"{method} {spec}: {(done.stderr.strip().splitlines() or ['killed'])[-1]}", file=sys.stderr)
         return None
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    print(f"{method} {spec}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()), file=sys.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    print(f"{method} {spec}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items() if isinstance(v, float)), file=sys.stderr)
     return found
 
 
@@ -145,11 +210,11 @@ def peer(a: argparse.Namespace, spec: str) -> dict[str, float] | None:
     return dict(zip(("perplexity", "seconds", "gb"), map(float, words.groups())))
 
 
-def rows_of(method: str, spec: str, found: dict[str, float], other: dict[str, float] | None, full: bool) -> list[Figure]:
+def rows_of(method: str, spec: str, found: dict[str, Any], other: dict[str, float] | None, full: bool) -> list[Figure]:
     """The figures of one run; GPTQ's beside the peer, or beside its earlier figures."""
     out = []
     for key, label, unit, share in (("perplexity", "perplexity", "ppl", 1.0), ("gsm8k", "GSM8K loss", "nats", None),
-                                    ("seconds", "time", "s", 1 / 3), ("gb", "peak memory", "GB", 1.0)):  # fmt: skip
+                                    ("seconds", "time", "s", 1 / 3), ("cpu_seconds", "CPU time", "s", None), ("gb", "peak memory", "GB", 1.0)):  # fmt: skip
         more: dict[str, Any] = {}
         if method == "gptq" and share is not None and spec in MEASURED:
             more = {"peer_name": "llm-compressor", "goal": share}
@@ -162,6 +227,8 @@ def rows_of(method: str, spec: str, found: dict[str, float], other: dict[str, fl
                 more["note"] = "peer not installed"
         elif key == "perplexity" and full and (method, spec) in ASKED:
             more = {"goal": ASKED[method, spec]}
+        if key == "perplexity" and found["code"] != code_of(method):
+            more["note"] = "; ".join(filter(None, (more.get("note"), "kept from a run of earlier code")))
         out.append(Figure(name=f"{method} {spec}, {label}", ours=found[key], unit=unit, better="lower", **more))
     return out
 
@@ -173,7 +240,17 @@ def comparisons(points: dict[str, dict[str, float]], specs: list[str], plain: fl
     def below(first: str, second: str, spec: str) -> None:
         a, b = points.get(first, {}).get(spec), points.get(second, {}).get(spec)
         if a is not None and b is not None:
-            out.append(Figure(name=f"{first} {spec} against {second}", ours=a, peer=b, peer_name=second, goal=1.0, unit="ppl", better="lower"))
+            out.append(
+                Figure(
+                    name=f"{first} {spec} against {second}",
+                    ours=a,
+                    peer=b,
+                    peer_name=second,
+                    goal=1.0,
+                    unit="ppl",
+                    better="lower",
+                )
+            )
 
     for spec in specs:
         for first, second in (("gptq", "rtn"), ("awq", "rtn"), ("rotation", "rtn"), ("autoround", "gptq"), ("autoround", "awq"),
@@ -218,10 +295,12 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--answers", type=int, default=64)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--cache", type=Path, help="folder of finished runs, read and added to")
+    parser.add_argument("--threads", type=int, default=0, help="of torch in each run (0: as many as it takes by itself)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.one:
-        print(json.dumps(measure(a, a.one, a.specs)))
+        print(json.dumps(one(a, a.one, a.specs)))
         return
     from karui.qat.methods import METHODS
 
