@@ -9,6 +9,8 @@ import hashlib
 
 import numpy as np
 
+_PIECE = 1 << 16
+
 
 class Seen:
     """Hashes of what was added; 0 marks a free slot."""
@@ -42,5 +44,6 @@ class Seen:
     def _grow(self) -> None:
         old = self._table[self._table != 0]
         self._table = np.zeros(len(self._table) * 2, np.uint64)
-        for value in old.tolist():
-            self._insert(value)
+        for at in range(0, len(old), _PIECE):  # Python's integers take four times the array's bytes
+            for value in old[at : at + _PIECE].tolist():
+                self._insert(value)
