@@ -132,6 +132,7 @@ class MedusaObjective(Section):
     kind: Literal["draft-medusa"] = "draft-medusa"
     heads: int = Field(3, ge=1, le=8)
     decay: float = Field(0.8, gt=0, le=1, description="weight of head i is decay^i")
+    keep_states: bool = Field(False, description="keep the model's states in memory: later epochs do not run it")
     chunk_tokens: int = Field(128, ge=1)
 
 
@@ -144,6 +145,7 @@ class Eagle3Objective(Section):
     vocabulary: int = Field(4096, ge=16, description="most frequent tokens of the data that it can draft")
     intermediate: int | None = Field(None, ge=8, description="width of its feed-forward layer; null: the model's")
     soft: bool = Field(True, description="learn the model's distribution; false: its text")
+    keep_states: bool = Field(False, description="keep the model's states in memory: later epochs do not run it")
     chunk_tokens: int = Field(128, ge=1)
 
 

@@ -145,11 +145,13 @@ def _speculation(spec: SpeculationConfig, opened: Opened, config: ModelConfig, r
         model = make_runner(draft, draft_config, device=device, choice=choice)
         context = options.get("max_context") or min(config.max_context, draft_config.max_context, 8192)
         drafter = RunnerDrafter(model, max_context=context, max_sequences=options.get("max_sequences", 64))
-    embed = getattr(runner, "embed", None)
-    if spec.method == "eagle3" and embed is None:
+    embed, embedding = getattr(runner, "embed", None), None
+    if hasattr(runner, "embedding"):
+        embedding = lambda: runner.embedding  # noqa: E731 (asked for anew with each draft: weights may be swapped)
+    elif spec.method == "eagle3" and embed is None:
         table = _dense(opened, "model.embed_tokens")
 
         def embed(tokens: torch.Tensor) -> torch.Tensor:
             return table[tokens.long()]
     heads = opened.path if spec.method in ("medusa", "eagle3") else None
-    return Speculation(spec, Speculator(spec, config, heads=heads, embed=embed, drafter=drafter).new)
+    return Speculation(spec, Speculator(spec, config, heads=heads, embed=embed, embedding=embedding, drafter=drafter).new)

@@ -117,6 +117,7 @@ class NativeRunner:
         else:
             self._lib.configure(self._model, ctypes.byref(config))
         self._held = (packed, norms, layers, embedding, head)  # what the C++ side points into
+        self.embedding: Linear = embedding
         self._weight_bytes = sum(p.nbytes for p in packed) + sum(n.numel() * 4 for n in norms)
 
     def weight_bytes(self) -> int:

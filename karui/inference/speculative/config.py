@@ -20,7 +20,8 @@ class SpeculationConfig:
         path: the draft model's folder or catalogue name.
         n_min, n_max: shortest and longest match of prompt lookup.
         lookahead: (N, W, G): n-gram length, window columns, guesses verified per step.
-        width, nodes: beam width and kept nodes of eagle3's tree; width 1 drafts a chain.
+        width, nodes: children looked at per node and kept nodes of eagle3's tree; width 1 drafts a chain. None: 2 and 3 with the
+            native runner, where every verified row costs, else 4 and 24.
         adaptive: switch off while it does not pay (timings decide when; the tokens are the same either way).
         typical: accept by Medusa's typical acceptance. LOSSY: the output is no longer the target's.
     """
@@ -31,8 +32,8 @@ class SpeculationConfig:
     n_min: int = 2
     n_max: int = 4
     lookahead: tuple[int, int, int] = (5, 7, 7)
-    width: int = 4
-    nodes: int = 24
+    width: int | None = None
+    nodes: int | None = None
     adaptive: bool = True
     typical: bool = False
 
@@ -43,6 +44,8 @@ class SpeculationConfig:
             raise KaruiError(f"speculation: {self.method} drafts 1 to 63 tokens, got {self.k}.")
         if (self.path is not None) != (self.method == "draft"):
             raise KaruiError("speculation: a path belongs to draft:PATH[:K] and to nothing else.")
+        if any(v is not None and v < 1 for v in (self.width, self.nodes)):
+            raise KaruiError(f"speculation: width and nodes must be at least 1, got {self.width} and {self.nodes}.")
         if self.typical and self.method not in ("medusa", "eagle3"):
             raise KaruiError(f"speculation: typical acceptance goes with medusa or eagle3, not with {self.method}.")
 

@@ -6,20 +6,24 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from karui.configs.errors import CorruptError, KaruiError
+from karui.configs.quantspec import QuantSpec
 from karui.inference.models.config import ModelConfig
 from karui.inference.speculative.base import Proposer
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.draft_model import Drafter, DraftModelProposer
-from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer
+from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer, NativeEagle3Proposer, pack_layer
 from karui.inference.speculative.lookahead import LookaheadProposer
 from karui.inference.speculative.medusa import DEFAULT_CHOICES, MedusaHeads, MedusaProposer
 from karui.inference.speculative.ngram import NgramProposer
 
 MEDUSA_FILE, EAGLE3_FILE = "medusa.safetensors", "eagle3.safetensors"
+DRAFT_GRID = QuantSpec.parse("w8")
+"""Of a natively run drafting layer: a wrong guess costs a row, never a token."""
 
 
 class Speculator:
@@ -30,14 +34,16 @@ class Speculator:
         model: the target's configuration.
         heads: folder that holds `medusa.safetensors` or `eagle3.safetensors` (the bundle), or the loaded module.
         embed: the target's embedding lookup, ids [n] -> [n, H] (eagle3).
+        embedding: the target's embedding as the native kernels have packed it, as it is now (eagle3): drafts are then made there.
         drafter: the draft model, already opened (draft).
     Raises:
         KaruiError: a method's ingredient is missing or does not fit the target.
     """
 
     def __init__(self, config: SpeculationConfig, model: ModelConfig, *, heads: Path | MedusaHeads | Eagle3 | None = None,
-                 embed: Callable[[torch.Tensor], torch.Tensor] | None = None, drafter: Drafter | None = None) -> None:
-        self.config, self.model, self.embed, self.drafter = config, model, embed, drafter
+                 embed: Callable[[torch.Tensor], torch.Tensor] | None = None, embedding: Callable[[], Any] | None = None,
+                 drafter: Drafter | None = None) -> None:
+        self.config, self.model, self.embed, self.embedding, self.drafter = config, model, embed, embedding, drafter
         self.medusa: MedusaHeads | None = None
         self.eagle3: Eagle3 | None = None
         self.choices: tuple[tuple[int, ...], ...] = DEFAULT_CHOICES
@@ -56,7 +62,9 @@ class Speculator:
             if (c.vocab_size, c.hidden_size) != (model.vocab_size, model.hidden_size) or max(c.aux_layers) >= model.num_layers:
                 raise KaruiError(f"eagle3 head: made for hidden {c.hidden_size}, {c.vocab_size} tokens, layers {c.aux_layers}, "
                                  f"but the model has {model.hidden_size}, {model.vocab_size}, {model.num_layers} layers.")
-            if embed is None:
+            if embedding is not None:
+                self.layer = pack_layer(self.eagle3, DRAFT_GRID)
+            elif embed is None:
                 raise KaruiError("eagle3 needs the target's embedding lookup.")
         elif config.method == "draft" and drafter is None:
             raise KaruiError(f"speculation {config}: the draft model {config.path!r} was not loaded.")
@@ -76,8 +84,11 @@ class Speculator:
             assert self.medusa is not None
             return MedusaProposer(self.medusa, self.choices[:c.k])
         if c.method == "eagle3":
-            assert self.eagle3 is not None and self.embed is not None
-            return Eagle3Proposer(self.eagle3, self.embed, c.k, c.width, c.nodes)
+            assert self.eagle3 is not None
+            if self.embedding is not None:
+                return NativeEagle3Proposer(self.eagle3, self.layer, self.embedding, c.k, c.width or 2, c.nodes or 3)
+            assert self.embed is not None
+            return Eagle3Proposer(self.eagle3, self.embed, c.k, c.width or 4, c.nodes or 24)
         raise KaruiError("speculation is off (method none); there is no proposer to make.")
 
 

@@ -120,8 +120,6 @@ struct Scratch {  // per thread
     Gathered gathered;
 };
 
-static int round_up(int a, int b) { return (a + b - 1) / b * b; }
-
 struct Model {
     Config c;
     int dim_padded, ld_hidden, ld_inter, ld_q;
@@ -205,12 +203,6 @@ struct Model {
     // Whether parts i and j read the same int8 activations.
     static bool same_codes(const Linear& x, const Linear& y) {
         return x.block == y.block && x.per_token == y.per_token && x.k_padded == y.k_padded && factor(x) == factor(y);
-    }
-    static bool integer(const Linear& w) { return w.kind == QUANTIZED && w.act_bits == 8; }
-    static int32_t factor(const Linear& w) {  // what block sums are multiplied with, see Activations
-        if (w.zeros) return 1;
-        const int bias = w.bits == 8 ? Dot<8>::bias : Dot<4>::bias;
-        return bias - w.zero;
     }
 
     // Quantizes rows of x for each distinct need among the linears.
@@ -731,23 +723,8 @@ void karui_set_loras(void* model, const Lora* loras, int slots) {
 
 // One linear alone, on the calling thread: y [rows, n] = x [rows, k] W^T (+ bias). For tests and other callers.
 void karui_linear(const Linear* w, const float* x, int rows, float* y) {
-    Buffer<float> padded, scale, scratch;
-    Buffer<int8_t> codes;
-    Buffer<int32_t> sum;
-    const int kp = w->k_padded, blocks = kp / w->block;
-    padded.need((size_t)rows * kp);
-    scratch.need((size_t)kp * PANEL);
-    for (int r = 0; r < rows; r++) memcpy(padded.data + (int64_t)r * kp, x + (int64_t)r * w->k, w->k * 4);
-    if (Model::integer(*w)) {
-        const size_t tiled = round_up(rows, TILE);
-        codes.need(tiled * kp);
-        scale.need(tiled * blocks);
-        sum.need(tiled * blocks);
-        for (int r = 0; r < rows; r++)
-            quantize_row(padded.data + (int64_t)r * kp, kp, w->block, w->per_token, Model::factor(*w),
-                         tiled_row(codes.data, scale.data, sum.data, r, kp, blocks));
-    }
-    multiply(*w, {padded.data, kp, codes.data, scale.data, sum.data}, rows, 0, num_panels(*w), y, w->n, false, scratch.data);
+    Work work;
+    product(*w, x, w->k, rows, y, w->n, false, work);
 }
 
 void karui_decode_rows(const Linear* w, const int32_t* rows, int count, float* out) {

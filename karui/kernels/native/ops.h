@@ -1,6 +1,18 @@
 // Row-wise operations between the matrix products: norms, activation quantization, rotary embedding, SwiGLU, embedding rows.
 #pragma once
+#include <vector>
+
 #include "gemm.h"
+
+static inline int round_up(int a, int b) { return (a + b - 1) / b * b; }
+
+// Whether a linear reads int8 activations, and what their block sums are multiplied with (see Activations).
+static inline bool integer(const Linear& w) { return w.kind == QUANTIZED && w.act_bits == 8; }
+static inline int32_t factor(const Linear& w) {
+    if (w.zeros) return 1;
+    const int bias = w.bits == 8 ? Dot<8>::bias : Dot<4>::bias;
+    return bias - w.zero;
+}
 
 // out = x / sqrt(mean(x^2) + eps) * weight, over n values.
 static void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
@@ -90,4 +102,29 @@ static void decode_row(const Linear& w, int row, float* out) {
         else decode_chunk(w, row / PANEL, c, own);
         for (int i = 0; i < CHUNK && c * CHUNK + i < w.k; i++) out[c * CHUNK + i] = t[i * PANEL + row % PANEL];
     }
+}
+
+// Buffers of `product`; they grow and are kept.
+struct Work {
+    std::vector<float> x, scale, panel;
+    std::vector<int8_t> codes;
+    std::vector<int32_t> sum;
+};
+
+// One linear alone, on the calling thread: y [rows, n] = x [rows, k] W^T (+ bias), or added to y.
+static void product(const Linear& w, const float* x, int ldx, int rows, float* y, int ldy, bool accumulate, Work& work) {
+    const int kp = w.k_padded, blocks = kp / w.block, tiled = round_up(rows, TILE);
+    work.x.assign((size_t)rows * kp + PANEL, 0.0f);
+    work.panel.resize((size_t)kp * PANEL);
+    for (int r = 0; r < rows; r++) memcpy(work.x.data() + (int64_t)r * kp, x + (int64_t)r * ldx, w.k * 4);
+    if (integer(w)) {
+        work.codes.resize((size_t)tiled * kp);
+        work.scale.resize((size_t)tiled * blocks);
+        work.sum.resize((size_t)tiled * blocks);
+        for (int r = 0; r < rows; r++)
+            quantize_row(work.x.data() + (int64_t)r * kp, kp, w.block, w.per_token, factor(w),
+                         tiled_row(work.codes.data(), work.scale.data(), work.sum.data(), r, kp, blocks));
+    }
+    multiply(w, {work.x.data(), kp, work.codes.data(), work.scale.data(), work.sum.data()}, rows, 0, num_panels(w), y, ldy, accumulate,
+             work.panel.data());
 }

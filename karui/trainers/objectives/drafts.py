@@ -7,7 +7,7 @@ draft into the bundle, where `speculation: eagle3` or `medusa` finds it. The hel
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from karui.distill.drafts.eagle3 import acceptance_length, eagle3_loss
 from karui.distill.drafts.medusa import medusa_loss
 from karui.trainers.data import IGNORE, PackedBatch, SampleSet
 from karui.trainers.model import LossSum, base_model
+from karui.trainers.objectives.cached import packed_documents
 
 if TYPE_CHECKING:
     from karui.trainers.run import Setup
@@ -32,8 +33,9 @@ class Draft(LossSum):
 
     draft: Any
 
-    def __init__(self, model: nn.Module, chunk: int) -> None:
+    def __init__(self, model: nn.Module, chunk: int, keep_states: bool) -> None:
         super().__init__(model, chunk)
+        self._kept: dict[bytes, tuple[torch.Tensor, ...]] | None = {} if keep_states else None
         if hasattr(model, "get_base_model"):
             raise UnsupportedError("a draft is trained for a model as it is served; merge the adapter first (an exported run), "
                                    "then train the draft on that.")
@@ -47,6 +49,30 @@ class Draft(LossSum):
         while len(self.figures) <= at:
             self.figures.append([0.0] * len(values))
         self.figures[at] = [a + b for a, b in zip(self.figures[at], values)]
+
+    def recorded(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
+    ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
+        """Each supervised document of a packed row, and its states as `record` gives them.
+
+        A document runs alone, so that its states are the same bits in whatever row it comes, and a resumed run that computes them
+        anew goes on exactly.
+        """
+        for (key, _, supervised), a, b in zip(packed_documents(tokens, cu_seqlens, targets), cu_seqlens[:-1].tolist(),
+                                              cu_seqlens[1:].tolist()):
+            if b - a < 3 or not supervised.any():
+                continue
+            found = None if self._kept is None else self._kept.get(key)
+            if found is None:
+                with torch.no_grad():
+                    found = self.record(tokens[a:b], positions[a:b])
+                if self._kept is not None:
+                    self._kept[key] = found = tuple(_half(x) for x in found)
+            yield slice(a, b), found
+
+    def record(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the draft learns from of one document, [n, ...] each."""
+        raise NotImplementedError
 
     def state(self) -> dict[str, torch.Tensor]:
         return dict(self.draft.state_dict())
@@ -70,7 +96,7 @@ class Eagle3Draft(Draft):
         from karui.inference.models.config import from_hf
         from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config
 
-        super().__init__(model, section.chunk_tokens)
+        super().__init__(model, section.chunk_tokens, section.keep_states)
         self.section = section
         target = from_hf(base_model(model).config.to_dict())  # type: ignore[union-attr,operator]
         ids = frequent_tokens(samples, section.vocabulary, target.vocab_size)
@@ -92,33 +118,33 @@ class Eagle3Draft(Draft):
         out = {f"right_{i}": right / max(1, rows) for i, (_, rows, right) in enumerate(passes)}
         return {**out, "acceptance_length": acceptance_length(passes)}
 
+    def record(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(aux [n, L * H], last hidden state [n, H], the model's likeliest next tokens [n])."""
+        from karui.trainers.objectives.on_policy import likeliest
+
+        model = base_model(self.model)
+        layers = self.draft.config.aux_layers
+        with capture.depths(model.get_decoder().layers, layers) as states:  # type: ignore[operator]
+            hidden = self.hidden(tokens, positions, torch.tensor([0, len(tokens)], dtype=torch.int32)).float()
+            best = likeliest(hidden, model.get_output_embeddings().weight, self.chunk)  # type: ignore[operator]
+        return torch.cat([states[d].float() for d in layers], -1), hidden, best
+
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        from karui.trainers.objectives.on_policy import likeliest
-
-        section, model = self.section, base_model(self.model)
-        body = model.get_decoder()  # type: ignore[operator]
-        layers = self.draft.config.aux_layers
-        with torch.no_grad(), capture.depths(body.layers, layers) as states:
-            hidden = self.hidden(tokens, positions, cu_seqlens).float()
-            embeddings = body.embed_tokens(tokens).float()
-            best = likeliest(hidden, model.get_output_embeddings().weight, self.chunk)  # type: ignore[operator]
-        aux = torch.cat([states[d].float() for d in layers], -1)
+        section, table = self.section, base_model(self.model).get_input_embeddings()  # type: ignore[operator]
         total = torch.zeros((), device=tokens.device)
-        for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
-            supervised = targets[a:b] != IGNORE
-            if b - a < 3 or not bool(supervised.any()):
-                continue
+        for at, (aux, hidden, best) in self.recorded(tokens, positions, cu_seqlens, targets):
+            with torch.no_grad():
+                embeddings = table(tokens[at]).float()
             found = eagle3_loss(
-                self.draft, aux=aux[a:b], embeddings=embeddings[a:b], hidden=hidden[a:b], head=self.head, ids=self.ids,
-                best=best[a:b], supervised=supervised, steps=section.steps, decay=section.decay, soft=section.soft,
+                self.draft, aux=aux.float(), embeddings=embeddings, hidden=hidden.float(), head=self.head, ids=self.ids,
+                best=best, supervised=targets[at] != IGNORE, steps=section.steps, decay=section.decay, soft=section.soft,
                 chunk=self.chunk)
             total = total + found.loss_sum
             for i, figures in enumerate(found.by_pass):
                 self.note(i, *figures)
-        # without a usable row the graph must still reach every parameter (DDP waits for all of them)
-        return total if total.requires_grad else total + 0.0 * sum(p.sum() for p in self.draft.parameters())
+        return _reaching(total, self.draft)
 
     def save(self, folder: Path) -> None:
         from karui.inference.speculative.factory import save_eagle3
@@ -132,7 +158,7 @@ class MedusaDraft(Draft):
     def __init__(self, model: nn.Module, section: MedusaObjective) -> None:
         from karui.inference.speculative.medusa import MedusaHeads
 
-        super().__init__(model, section.chunk_tokens)
+        super().__init__(model, section.chunk_tokens, section.keep_states)
         self.section = section
         head = base_model(model).get_output_embeddings().weight.detach().float()  # type: ignore[operator]
         self.draft = MedusaHeads(section.heads, head.shape[1], head.shape[0])
@@ -143,24 +169,37 @@ class MedusaDraft(Draft):
     def metrics(self) -> dict[str, float]:
         return {f"loss_head_{i}": loss / max(1, rows) for i, (loss, rows) in enumerate(self.figures)}
 
+    def record(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(last hidden state [n, H],)."""
+        return (self.hidden(tokens, positions, torch.tensor([0, len(tokens)], dtype=torch.int32)).float(),)
+
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        with torch.no_grad():
-            hidden = self.hidden(tokens, positions, cu_seqlens).float()
         total = torch.zeros((), device=tokens.device)
-        for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
-            part, figures = medusa_loss(self.draft, hidden=hidden[a:b], targets=targets[a:b], supervised=targets[a:b] != IGNORE,
+        for at, (hidden,) in self.recorded(tokens, positions, cu_seqlens, targets):
+            part, figures = medusa_loss(self.draft, hidden=hidden.float(), targets=targets[at], supervised=targets[at] != IGNORE,
                                         decay=self.section.decay, chunk=self.chunk)
             total = total + part
             for i, pair in enumerate(figures):
                 self.note(i, *pair)
-        return total
+        return _reaching(total, self.draft)
 
     def save(self, folder: Path) -> None:
         from karui.inference.speculative.factory import save_medusa
 
         save_medusa(self.draft, folder)
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    """Floats in half the bytes, unless a value does not fit."""
+    half = x.half() if x.is_floating_point() else x
+    return half if torch.isfinite(half).all() else x
+
+
+def _reaching(total: torch.Tensor, draft: nn.Module) -> torch.Tensor:
+    """Without a usable row the graph must still reach every parameter (DDP waits for all of them)."""
+    return total if total.requires_grad else total + 0.0 * sum(p.sum() for p in draft.parameters())
 
 
 def frequent_tokens(samples: SampleSet, count: int, vocabulary: int) -> torch.Tensor:

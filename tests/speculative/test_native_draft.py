@@ -1,0 +1,109 @@
+"""Reference tests: the native drafting layer is the torch one, and an engine with it writes plain decoding's tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.quantspec import QuantSpec
+from karui.inference.requests import SamplingParams
+from karui.inference.speculate import Speculation
+from karui.inference.speculative.base import Context, Observation
+from karui.inference.speculative.config import SpeculationConfig
+from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer, NativeEagle3Proposer, pack_layer
+from karui.inference.speculative.factory import Speculator
+from karui.kernels import native
+from tests.speculative.conftest import tiny_config, tiny_engine, tiny_weights
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="no compiler for the native kernels")
+
+
+def head(hidden: int, heads: int, kv_heads: int, dim: int, vocab: int, drafted: int) -> Eagle3:
+    torch.manual_seed(0)
+    ids = torch.randperm(vocab)[:drafted].sort().values
+    model = Eagle3(Eagle3Config(hidden_size=hidden, intermediate_size=40, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+                                vocab_size=vocab, draft_vocab_size=drafted, aux_layers=(0, 2), rope_theta=500.0), ids).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * (0.3 if p.ndim == 2 else 0.1) + (p.ndim == 1))
+    return model
+
+
+@pytest.mark.parametrize(("grid", "tolerance"), [("none", 1e-4), ("w8", 0.35)])
+@pytest.mark.parametrize("shape", [(32, 4, 2, 8, 61, 45), (48, 3, 1, 16, 100, 100), (20, 2, 2, 6, 33, 17)])
+def test_drafts_are_the_torch_layer_s(shape, grid, tolerance):
+    model = head(*shape)
+    hidden, vocab = shape[0], shape[4]
+    table = torch.randn(vocab, hidden)
+    packed = native.pack(native.load(), "embedding", table)
+    ours = NativeEagle3Proposer(model, pack_layer(model, QuantSpec.parse(grid)), lambda: packed.linear, depth=4, width=3, nodes=5)
+    theirs = Eagle3Proposer(model, lambda ids: table[ids], depth=4, width=3, nodes=5, expand=1)
+    tokens, at = torch.randint(0, vocab, (40,)).tolist(), 0
+    for rows in (9, 1, 3, 17, 2):  # a prompt, then what verifications settle
+        aux = torch.randn(rows, 2 * hidden)
+        for p in (ours, theirs):
+            p.observe(Observation(at, tokens[at : at + rows], [tokens[at + rows]], aux=aux))
+        at += rows
+        a, b = ours._grow(4), theirs._grow(4)
+        assert a[1] == b[1]
+        torch.testing.assert_close(torch.tensor(a[2]), torch.tensor(b[2]), rtol=tolerance, atol=tolerance)
+        if grid == "none":
+            assert a[0] == b[0]
+        for p in (ours, theirs):
+            p.streams, p.tokens, p.positions = [], [], []
+
+
+def test_a_kept_chain_has_no_parents_and_a_tree_names_them():
+    model = head(32, 4, 2, 8, 61, 45)
+    kinds = set()
+    packed = native.pack(native.load(), "embedding", torch.randn(61, 32))
+    proposer = NativeEagle3Proposer(model, pack_layer(model, QuantSpec.parse("w8")), lambda: packed.linear, depth=3, width=2, nodes=3)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        proposer.reset()
+        proposer.observe(Observation(0, [1, 2, 3], [4], aux=torch.randn(3, 64)))
+        draft = proposer.propose(Context([1, 2, 3, 4], 8))
+        assert len(draft) == 3 and draft.parents in (None, [-1, -1, 0], [-1, 0, -1], [-1, 0, 0], [-1, 0, 1])
+        assert draft.parents != [-1, 0, 1]
+        kinds.add(draft.parents is None)
+    assert kinds == {True, False}
+
+
+def engine(config: SpeculationConfig):
+    """The tiny native engine with a random drafting layer over its own packed embedding."""
+    made = tiny_engine(native=True)
+    model = Eagle3(Eagle3Config.of(tiny_config()), None).eval()
+    torch.manual_seed(7)
+    speculator = Speculator(config, tiny_config(), heads=model, embedding=lambda: made.runner.embedding)
+    made.speculation = Speculation(config, speculator.new)
+    return made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_engine_writes_plain_decoding_s_tokens(temperature):
+    prompts = [[5, 9, 2, 41, 8], [3] * 20, [7]]
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    drafted = engine(SpeculationConfig(method="eagle3", k=3, adaptive=False))
+    wanted = [o.token_ids for o in tiny_engine(native=True).generate(prompts, params)]
+    assert [o.token_ids for o in drafted.generate(prompts, params)] == wanted
+    assert drafted.stats.num_drafted_tokens > 0
+    drafted.check_integrity()
+
+
+def test_new_weights_bring_a_new_embedding():
+    drafted = engine(SpeculationConfig(method="eagle3", k=3, adaptive=False))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    drafted.generate([[5, 9, 2]], params)
+    other = tiny_weights(tiny_config(), seed=9)
+    drafted.update_weights(other)
+    fresh = tiny_engine(native=True)
+    fresh.update_weights(other)
+    assert drafted.generate([[5, 9, 2]], params)[0].token_ids == fresh.generate([[5, 9, 2]], params)[0].token_ids
+
+
+def test_bad_sizes_are_refused():
+    with pytest.raises(UnsupportedError, match="even and at most 512"):
+        pack_layer(head(20, 2, 2, 5, 33, 17), QuantSpec.parse("none"))
+    with pytest.raises(KaruiError, match="at least 1"):
+        SpeculationConfig(method="eagle3", nodes=0)
