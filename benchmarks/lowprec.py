@@ -1,11 +1,11 @@
 """Low-precision pretraining: the held-out loss of every recipe and optimizer against fp32, and what each NVFP4 ingredient is worth.
 
-    python benchmarks/lowprec.py [--quick] [--json OUT] [--plot OUT.png] [--cache FILE] [--only NAME ...]
+    python benchmarks/lowprec.py [--quick] [--json OUT] [--plot OUT.png] [--cache FOLDER] [--only NAME ...]
 
 A byte-level llama of 5.6 M parameters on WikiText-2 (KARUI_DATA, or --train and --held). Every run has the same initial weights,
-batches and schedule, and each is measured on the same windows of held-out text: the mean over the last five evaluations, made during
-the last fifth of training. All blocks train in low precision, so that eight blocks show what sixty hide; the recipe's own policy
-(first and last blocks high) is one more run.
+batches and schedule, and the loss it ends with is measured on the same windows of held-out text. The 8-bit recipes and the NVFP4
+variants put all blocks in low precision, so that few blocks show what many hide; "nvfp4" is the recipe with everything on, its
+layer policy (first and last blocks high) too.
 
 What a gap has to exceed to count:
     paired error   standard error of the mean difference over the held-out windows; the windows are common, so it is small
@@ -13,13 +13,14 @@ What a gap has to exceed to count:
                    stochastic rounding) part ways too; their spread is what training's chaos makes
 A difference of two runs is called separable when it exceeds 2 sqrt(paired error^2 + 2 spread^2).
 
-Runs are kept in --cache with their settings, so that the table accumulates: a run that is there is not repeated.
+Runs are kept in --cache, a file each, with their settings: the table accumulates, and a run that is there is not repeated.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -36,7 +37,9 @@ from karui.lowprec.optim import OPTIMIZERS, build_optimizer
 
 EVERYWHERE = LayerPolicy(first_blocks=0, last_blocks=0)
 GOALS = {"fp8-current": 1.003, "fp8-blockwise": 1.003, "mxfp8": 1.003, "nvfp4": 1.015}
-LAST = 5  # evaluations that are averaged
+SMOOTHED = 25  # steps of training loss that one point of a curve averages
+ALIKE = (("fp32", "fp32, moved by 1e-6", "fp32, moved by 2e-6"), ("nvfp4, all blocks", "nvfp4, all blocks, other random bits"))
+BASE = "nvfp4, all blocks"  # what the variants with one ingredient off are compared with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,21 +55,22 @@ class Job:
     lr: float
 
 
-FULL = Job(steps=400, width=256, blocks=7, batch=4, length=128, windows=192, lr=2e-3)
+FULL = Job(steps=500, width=256, blocks=7, batch=4, length=128, windows=512, lr=2e-3)
 QUICK = Job(steps=150, width=96, blocks=4, batch=4, length=128, windows=128, lr=3e-3)
 
 
 def runs(job: Job) -> dict[str, Any]:
     """By name: None (fp32), "bf16" (autocast), an optimizer's name, a float (weights moved by that share), or a `Precision`."""
     late = ({"step": job.steps * 4 // 5, "gemm": "fprop", "to": "high"},)
-    table: dict[str, Any] = {"fp32": None, "nvfp4": {}, "fp8-current": {}, "fp8-blockwise": {}, "mxfp8": {}}
-    table |= {"fp32, moved by 1e-6": 1e-6, "nvfp4, other random bits": {"recipe": "nvfp4", "seed": 1}}
-    without = {"stochastic rounding": "stochastic", "Hadamard transform": "hadamard", "16x16 weight tiles": "square_weights"}
-    table |= {f"nvfp4 without {name}": {"recipe": "nvfp4", key: False} for name, key in without.items()}
-    table["nvfp4, first and last blocks high"] = {"recipe": "nvfp4", "policy": LayerPolicy()}
-    table["nvfp4, fprop high for the last fifth"] = {"recipe": "nvfp4", "schedule": late}
-    table |= {f"optimizer {name}": name for name in ("adamw8bit", "adamw-fp8")}
-    table |= {"fp32, moved by 2e-6": 2e-6, "bf16": "bf16", "fp8-rowwise": {}, "fp8-delayed": {}, "mxfp4": {}}
+    table: dict[str, Any] = {"fp32": None, "fp32, moved by 1e-6": 1e-6, "fp32, moved by 2e-6": 2e-6, "bf16": "bf16"}
+    table |= {name: {} for name in ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4")}
+    nvfp4: dict[str, Any] = {"recipe": "nvfp4"}
+    table |= {"nvfp4": nvfp4 | {"policy": LayerPolicy()}, BASE: nvfp4, f"{BASE}, other random bits": nvfp4 | {"seed": 1}}
+    without = {"stochastic rounding": "stochastic", "Hadamard transform": "hadamard", "16x16 weight tiles": "square_weights",
+               "the tensor's scale": "tensor_scale"}  # fmt: skip
+    table |= {f"{BASE}, without {name}": nvfp4 | {key: False} for name, key in without.items()}
+    table[f"{BASE}, fprop high for the last fifth"] = nvfp4 | {"schedule": late}
+    table |= {f"optimizer {name}": name for name in ("adamw8bit", "adamw-fp8", "bnb-adamw8bit", "adafactor", "muon")}
     return {
         name: Precision.parse({"recipe": name, "policy": EVERYWHERE} | what) if isinstance(what, dict) else what
         for name, what in table.items()
@@ -76,7 +80,7 @@ def runs(job: Job) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--plot", type=Path, help="write the loss curves here")
-    parser.add_argument("--cache", type=Path, help="JSON of finished runs, read and added to")
+    parser.add_argument("--cache", type=Path, help="folder of finished runs, read and added to")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="train these runs only; the table shows all that are cached")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--train", type=Path, default=DATA / "wikitext2_valid.txt")
@@ -94,15 +98,19 @@ def main() -> None:
         sys.exit(f"{unknown[0]!r} is no run; runs: {', '.join(table)}")
     text = {k: torch.frombuffer(bytearray(p.read_bytes()), dtype=torch.uint8).long() for k, p in
             (("train", options.train), ("held", options.held))}  # fmt: skip
-    key = json.dumps(asdict(job) | {"train": options.train.name, "held": options.held.name})
-    cache = json.loads(options.cache.read_text()) if options.cache and options.cache.exists() else {}
-    done = cache.setdefault(key, {})
-    for name in wanted:
-        if name not in done:
-            done[name] = train(table[name], job, text, name)
-            if options.cache:
-                options.cache.write_text(json.dumps(cache) + "\n")
-    done = {name: done[name] for name in table if name in done}
+    key = asdict(job) | {"train": options.train.name, "held": options.held.name}
+    done = {}
+    for name in table:
+        kept = options.cache / f"{re.sub('[^a-z0-9]+', '-', name)}.json" if options.cache else None
+        run = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+        if run.get("job") != key:
+            if name not in wanted:
+                continue
+            run = train(table[name], job, text, name) | {"job": key}
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(run) + "\n")
+        done[name] = run
     title = f"held-out loss after {job.steps} steps of {job.batch * job.length} tokens, {job.blocks} blocks of width {job.width}"
     report(figures(done), options.json, title=title, job=asdict(job))
     if options.plot:
@@ -110,7 +118,7 @@ def main() -> None:
 
 
 def figures(done: dict[str, Any]) -> list[Figure]:
-    """The table: every run against fp32, and the NVFP4 variants against NVFP4."""
+    """The table: every run against fp32, and the NVFP4 variants against NVFP4 in all blocks."""
     mean = {name: statistics.fmean(run["windows"]) for name, run in done.items()}
     out = []
     for name in done:
@@ -120,9 +128,9 @@ def figures(done: dict[str, Any]) -> list[Figure]:
         if name.startswith("optimizer"):
             worst = max(abs(a / b - 1) for (_, a), (_, b) in zip(done[name]["curve"], done["fp32"]["curve"]))
             states = f"{done[name]['state_bytes'] / 1e6:.1f} MB against {8 * done[name]['parameters'] / 1e6:.1f} MB"
-            note += f"; largest gap on the way {100 * worst:.2f} %; states {states}"
-        if name.startswith("nvfp4 ") or name.startswith("nvfp4,") and "nvfp4" in done:
-            note += "; against nvfp4 " + verdict(done, name, "nvfp4", percent_of=mean["nvfp4"])
+            note += f"; training loss within {100 * worst:.2f} % all the way; states {states}"
+        if name.startswith("nvfp4") and name != BASE and BASE in done:
+            note += f"; against {BASE} " + verdict(done, name, BASE, percent_of=mean[BASE])
         out.append(Figure(name=name, ours=mean[name], unit="nats/byte", peer=mean["fp32"], peer_name="fp32", goal=GOALS.get(name),
                           better="lower", note=note))  # fmt: skip
     return out
@@ -134,14 +142,16 @@ def verdict(done: dict[str, Any], name: str, base: str, *, percent_of: float) ->
     gap, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
     spread = chance(done)
     bound = 2 * math.sqrt(error**2 + 2 * spread**2)
-    text = f"{100 * gap / percent_of:+.3f} % (paired error {100 * error / percent_of:.3f}, chance {100 * spread / percent_of:.3f})"
+    text = (
+        f"{100 * gap / percent_of:+.3f} % (paired error {100 * error / percent_of:.3f}, chance {100 * spread / percent_of:.3f})"
+    )
     return text + (" separable" if abs(gap) > bound else " not separable")
 
 
 def chance(done: dict[str, Any]) -> float:
-    """Spread (standard deviation, nats) between runs that differ by chance alone: pooled over fp32's and nvfp4's."""
+    """Spread (standard deviation, nats) between runs that differ by chance alone, pooled over both groups of `ALIKE`."""
     squares, freedom = 0.0, 0
-    for names in (("fp32", "fp32, moved by 1e-6", "fp32, moved by 2e-6"), ("nvfp4", "nvfp4, other random bits")):
+    for names in ALIKE:
         means = [statistics.fmean(done[n]["windows"]) for n in names if n in done]
         if len(means) > 1:
             squares += statistics.variance(means) * (len(means) - 1)
@@ -150,7 +160,11 @@ def chance(done: dict[str, Any]) -> float:
 
 
 def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
-    """Train one model: {"curve": [(step, loss)], "windows": mean loss of each held-out window over the last evaluations, ...}."""
+    """Train one model.
+
+    Returns {"curve": [(step, mean training loss of the steps up to it)], "windows": final loss of each held-out window,
+    "cpu_seconds", "state_bytes", "parameters"}.
+    """
     model = build(job)
     if isinstance(what, float):
         with torch.no_grad():
@@ -165,11 +179,8 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
         low.attach(optimizer)
     cast = torch.autocast("cpu", dtype=torch.bfloat16) if what == "bf16" else nullcontext()
     generator = torch.Generator().manual_seed(0)
-    held = rows(text["held"], torch.linspace(0, len(text["held"]) - job.length - 2, job.windows).long(), job.length)
-    early = {job.steps * i // 5 for i in range(1, 4)}
-    late = {job.steps - job.steps * i // (5 * (LAST - 1)) for i in range(LAST)}
-    curve, windows = [], torch.zeros(job.windows, dtype=torch.float64)
-    began = time.perf_counter()
+    curve, recent = [], []
+    began = time.process_time()
     for step in range(1, job.steps + 1):
         starts = torch.randint(len(text["train"]) - job.length - 1, (job.batch,), generator=generator)
         optimizer.zero_grad()
@@ -179,17 +190,17 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step in early | late:
-            model.eval()
-            with torch.no_grad(), cast:
-                each = torch.cat([losses(model, part) for part in held.split(32)]).double()
-            model.train()
-            curve.append((step, float(each.mean())))
-            windows += each * (step in late) / len(late)
-    seconds = time.perf_counter() - began
-    print(f"{float(windows.mean()):.5f} after {seconds:.0f} s  {name}", file=sys.stderr, flush=True)
-    states = sum(v.numel() * v.element_size() for each in optimizer.state.values() for v in each.values())
-    return {"curve": curve, "windows": windows.tolist(), "seconds": seconds, "state_bytes": states,
+        recent.append(loss.item())
+        if step % SMOOTHED == 0:
+            curve.append((step, statistics.fmean(recent)))
+            recent.clear()
+    held = rows(text["held"], torch.linspace(0, len(text["held"]) - job.length - 2, job.windows).long(), job.length)
+    with torch.no_grad(), cast:
+        windows = torch.cat([losses(model.eval(), part) for part in held.split(32)]).double()
+    seconds = time.process_time() - began
+    print(f"{float(windows.mean()):.5f} after {seconds:.0f} s of processor time  {name}", file=sys.stderr, flush=True)
+    states = sum(v.numel() * v.element_size() for each in optimizer.state.values() for v in each.values() if torch.is_tensor(v))
+    return {"curve": curve, "windows": windows.tolist(), "cpu_seconds": seconds, "state_bytes": states,
             "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
 
 
@@ -233,7 +244,7 @@ def plot(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
         left.plot(steps, values, label=name, linewidth=1)
         if base:
             right.plot(steps, [100 * (v / base[s] - 1) for s, v in curve], label=name, linewidth=1)
-    left.set(xlabel="step", ylabel="held-out loss, nats per byte")
+    left.set(xlabel="step", ylabel="training loss, nats per byte")
     right.set(xlabel="step", ylabel="gap to fp32, %")
     right.legend(fontsize=7)
     figure.tight_layout()

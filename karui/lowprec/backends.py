@@ -1,6 +1,6 @@
 """Who multiplies: one dispatcher, decided per layer before training and reported with its reason.
 
-    emulate    any device: codes times scales in fp32, one fp32 matmul. The reference.
+    emulate    any device: one GEMM of what the codes stand for, summed in fp32. The reference.
     scaled_mm  torch._scaled_mm on FP8 codes, one scale per tensor or row; the operands are zero-padded to 16.
     triton     karui's own GEMMs on codes, `kernels.gemm_fp8` and `kernels.gemm_mx`; on a CPU in Triton's interpreter only. Not
                yet what `auto` takes.
@@ -19,13 +19,14 @@ from karui.configs.errors import UnsupportedError
 from karui.kernels.gemm_fp8 import gemm_fp8
 from karui.kernels.gemm_mx import gemm_mx
 from karui.kernels.quantize.elements import pack_pairs
+from karui.kernels.quantize.fused import exact_product
 from karui.kernels.quantize.microscaling import BLOCK as MX_BLOCK
 from karui.kernels.quantize.microscaling import Microscaled
 from karui.kernels.quantize.nvfp4 import Nvfp4
 from karui.kernels.quantize.scaled_float8 import ScaledFloat8
 from karui.kernels.train_quantize import Coded as PackedCodes
 from karui.kernels.triton_support import obstacle as triton_obstacle
-from karui.lowprec.operand import Coded, High
+from karui.lowprec.operand import Coded, High, Values, as_values
 from karui.lowprec.precision import Precision
 
 
@@ -80,7 +81,19 @@ def multiply(a: Coded, b: Coded, backend: str, dtype: torch.dtype) -> torch.Tens
         return gemm_fp8(a, b, dtype, backend="triton")
     if backend == "triton" and isinstance(a, (Microscaled, Nvfp4)) and isinstance(b, (Microscaled, Nvfp4)):
         return gemm_mx(_packed(a), _packed(b), dtype, backend="triton")
-    return (a.dequantize().float() @ b.dequantize().float().t()).to(dtype)
+    return _emulate(as_values(a), as_values(b)).to(dtype)
+
+
+def _emulate(a: Values, b: Values) -> torch.Tensor:
+    if not (a.exact and b.exact):
+        return a.dequantize() @ b.dequantize().t()
+    out = exact_product(a.value, b.value)
+    scales = [s for s in (a.scale, None if b.scale is None else b.scale.t()) if s is not None]
+    if len(scales) == 2 and scales[0].numel() == scales[1].numel() == 1:
+        scales = [scales[0] * scales[1]]
+    for scale in scales:
+        out *= scale
+    return out
 
 
 def _scaled_mm(a: ScaledFloat8, b: ScaledFloat8, dtype: torch.dtype) -> torch.Tensor:

@@ -42,6 +42,7 @@ class Operand:
         delayed: the scale comes from the amax history.
         hadamard: transformed along K before it is quantized; both operands of a GEMM or none.
         stochastic: rounded stochastically.
+        tensor_scale: NVFP4's fp32 scale above the block scales; without it block scales below 2^-10 are 0, and so is the block.
     """
 
     format: str
@@ -49,6 +50,7 @@ class Operand:
     delayed: bool = False
     hadamard: bool = False
     stochastic: bool = False
+    tensor_scale: bool = True
 
     @property
     def symmetric(self) -> bool:
@@ -117,6 +119,7 @@ class Precision(PrecisionKeys):
                     hadamard=o.hadamard and self.hadamard,
                     stochastic=o.stochastic and self.stochastic,
                     tile="1x16" if o.tile == "16x16" and not self.square_weights else o.tile,
+                    tensor_scale=self.tensor_scale,
                 )
                 for o in (a, b)
             )

@@ -7,7 +7,7 @@ from karui.kernels.quantize import elements, fused
 from karui.kernels.quantize.elements import ELEMENTS
 from karui.kernels.quantize.fused import NoiseKey, hadamard_blocks, scaled_codes, tile_amax
 from karui.kernels.quantize.nvfp4 import hadamard16, signs16
-from karui.lowprec.operand import encode, values
+from karui.lowprec.operand import as_values, encode, values
 from karui.lowprec.precision import GEMMS, RECIPES, Precision
 
 KEY = NoiseKey(seed=(3 << 32) + 7, step=torch.tensor(5), layer=11, tensor=1)
@@ -56,11 +56,19 @@ def test_values_are_the_oracles(path, name, operand, compat):
         noise = KEY if operand.stochastic else None
         for scale in (torch.tensor(0.0), torch.tensor(37.5)) if operand.delayed else (None,):
             expected = encode(x, operand, compat=compat, scale=scale, noise=noise).dequantize()
-            got, _ = values(x, operand, compat=compat, scale=scale, noise=noise)
-            assert torch.equal(bits(got.dequantize()), bits(expected)), (tuple(x.shape), x.dtype, x.stride())
+            one_pass, _ = values(x, operand, compat=compat, scale=scale, noise=noise)
+            for got in (one_pass, as_values(encode(x, operand, compat=compat, scale=scale, noise=noise))):
+                if operand.format == "nvfp4":  # the tensor's scale is multiplied with last
+                    assert torch.allclose(got.dequantize(), expected, rtol=4e-7, atol=1e-44, equal_nan=True)
+                else:
+                    assert torch.equal(bits(got.dequantize()), bits(expected)), (tuple(x.shape), x.dtype, x.stride())
+                if got.exact:
+                    assert torch.equal(bits(got.value), bits(got.value.bfloat16().float()))
             if operand.tile == "tensor":
                 got, coded = values(x, operand, compat=compat, scale=scale, keep=True)
-                assert torch.equal(bits(coded.dequantize()), bits(expected)) and torch.equal(bits(got.dequantize()), bits(expected))
+                assert torch.equal(bits(coded.dequantize()), bits(expected)) and torch.equal(
+                    bits(got.dequantize()), bits(expected)
+                )
 
 
 def test_every_float8_code_survives_a_round_trip(path):
@@ -69,7 +77,9 @@ def test_every_float8_code_survives_a_round_trip(path):
         finite = torch.where(torch.isfinite(codes), codes, 0.0)
         one = torch.ones(1, 1)
         got, value = scaled_codes(finite, one, one, element)
-        assert torch.equal(got.view(torch.uint8), finite.to(element.dtype).view(torch.uint8)) and torch.equal(bits(value), bits(finite))
+        assert torch.equal(got.view(torch.uint8), finite.to(element.dtype).view(torch.uint8)) and torch.equal(
+            bits(value), bits(finite)
+        )
 
 
 def test_midpoints_and_their_neighbours(path):
@@ -79,7 +89,9 @@ def test_midpoints_and_their_neighbours(path):
         grid = elements.values(element)
         grid = grid[torch.isfinite(grid)].unique()
         middle = (grid[1:] + grid[:-1]) / 2
-        x = torch.cat([middle, torch.nextafter(middle, torch.tensor(1e9)), torch.nextafter(middle, torch.tensor(-1e9)), grid])[None]
+        x = torch.cat([middle, torch.nextafter(middle, torch.tensor(1e9)), torch.nextafter(middle, torch.tensor(-1e9)), grid])[
+            None
+        ]
         got = fused.scaled_values(x, one, one, (1, x.shape[1]), element)
         assert torch.equal(got, elements.decode(elements.encode(x, element), element))
 
@@ -101,3 +113,19 @@ def test_butterflies_are_the_matrix(path):
     for y in (hadamard_blocks(x, signs16()), hadamard_blocks(x.t().contiguous().t(), signs16())):
         assert (y - expected).abs().max() < 1e-6
     assert torch.equal(hadamard_blocks(x, signs16()), hadamard_blocks(x.t().contiguous().t(), signs16()))
+
+
+@pytest.mark.parametrize("m, n, k", [(1, 1, 1), (5, 7, 3), (12, 32, 384), (13, 33, 385), (100, 70, 1001)])
+def test_exact_products_against_float64(path, m, n, k):
+    """Whichever way the operands lie, on one thread and on more; the error of k sums in fp32."""
+    if path == "native" and not fused._library().karui_bf16_gemm_serves():
+        pytest.skip("no AVX512-BF16 here")
+    a, b = (torch.randn(rows, k).bfloat16().float() for rows in (m, n))
+    expected = a.double() @ b.double().t()
+    size = a.double().abs() @ b.double().abs().t()
+    first = fused.exact_product(a, b)
+    assert ((first - expected).abs() <= 2e-7 * k**0.5 * size + 1e-30).all()
+    for left in (a, a.t().contiguous().t()):
+        for right in (b, b.t().contiguous().t()):
+            again = fused.exact_product(left, right)
+            assert torch.equal(again, first) if path == "native" else torch.allclose(again, first, atol=1e-5)

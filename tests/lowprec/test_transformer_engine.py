@@ -28,7 +28,10 @@ class _Blocked:
     [
         (ModuleNotFoundError("No module named 'transformer_engine'", name="transformer_engine"), "is not installed"),
         (OSError("libcudart.so.13: cannot open shared object file"), "compiled part does not load here.*libcudart"),
-        (RuntimeError("Found empty `transformer-engine` meta package installed."), "compiled part does not load here.*meta package"),
+        (
+            RuntimeError("Found empty `transformer-engine` meta package installed."),
+            "compiled part does not load here.*meta package",
+        ),
     ],
 )
 def test_an_absent_or_broken_package_is_a_clear_error(monkeypatch, error, message):

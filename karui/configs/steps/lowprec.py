@@ -51,6 +51,7 @@ class PrecisionKeys(Section):
     hadamard: bool = Field(True, description="4 bits: random Hadamard transform in wgrad")
     stochastic: bool = Field(True, description="4 bits: gradients rounded stochastically")
     square_weights: bool = Field(True, description="nvfp4: weights in 16x16 tiles")
+    tensor_scale: bool = Field(True, description="nvfp4: an fp32 scale per tensor above the blocks' E4M3 scales")
     history: int = Field(1024, ge=1, description="fp8-delayed: steps of amax remembered")
     margin: int = Field(0, ge=0, description="fp8-delayed: the scale is divided by 2^margin")
     seed: int = Field(0, description="of stochastic rounding")

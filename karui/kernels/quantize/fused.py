@@ -100,6 +100,22 @@ def scaled_codes(
     return (codes.t(), out.t()) if down else (codes, out)
 
 
+def exact_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A [M, K] times B [N, K] transposed, fp32 [M, N]; both fp32 with values that are bf16 numbers.
+
+    Every product is exact and sums are in fp32; their order differs between the native kernel, which serves CPUs with AVX512-BF16
+    (twice torch's rate for fp32 there), and torch.
+    """
+    lib = _serving(a)
+    if lib is None or b.numel() == 0 or not lib.karui_bf16_gemm_serves():
+        return a @ b.t()
+    a, b = (x if 1 in x.stride() else x.contiguous() for x in (a, b))
+    out = torch.empty(a.shape[0], b.shape[0])
+    lib.karui_bf16_gemm(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(), *out.shape, a.shape[1], torch.get_num_threads(),
+                        out.data_ptr())  # fmt: skip
+    return out
+
+
 def hadamard_blocks(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """`x` [M, K], K a multiple of 16, times diag(signs) Sylvester16 / 4 in pieces of 16 along K; fp32.
 
@@ -150,4 +166,5 @@ def _library() -> Any:
     ):
         function = getattr(lib, f"karui_lowbit_{name}")
         function.restype, function.argtypes = None, arguments
+    lib.karui_bf16_gemm.restype, lib.karui_bf16_gemm.argtypes = None, [p, n, n, p, n, n, n, n, n, i, p]
     return lib
