@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from karui.configs.errors import KaruiError
+from karui.kernels.matmul import add_matmul, matmul
 from karui.kernels.triton_support import Backend, use_triton
 
 
@@ -67,22 +68,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h, t = hidden[start : start + chunk], targets[start : start + chunk]
             logits = scratch[: h.shape[0]]
             if h.dtype == exact:
-                torch.mm(h, weight.T, out=logits)
+                matmul(h, weight.T, out=logits)
             else:
-                logits.copy_(h @ weight.T)
+                logits.copy_(matmul(h, weight.T))
             logits.sub_(logits.amax(-1, keepdim=True))
             at_target = logits.gather(1, t.unsqueeze(1)).squeeze(1)
             scale = logits.exp_().sum(-1)  # logits now holds E
             total += (scale.log() - at_target).sum(dtype=torch.float64)
             shares = logits.to(h.dtype) if grad_hidden is not None or grad_weight is not None else logits
             if grad_hidden is not None:
-                pulled = (shares @ weight).to(exact) / scale.unsqueeze(1) - weight[t].to(exact)
+                pulled = matmul(shares, weight).to(exact) / scale.unsqueeze(1) - weight[t].to(exact)
                 grad_hidden[start : start + chunk] = pulled.to(hidden.dtype)
             if grad_weight is not None:
                 # E^T (h / s): the division is over H columns, not over V
                 scaled = h.to(exact) / scale.unsqueeze(1)
                 if h.dtype == exact:
-                    grad_weight.addmm_(logits.T, scaled)
+                    add_matmul(grad_weight, logits.T, scaled)
                 else:
                     grad_weight += (shares.T @ scaled.to(h.dtype)).to(exact)
                 grad_weight.index_add_(0, t, h.to(exact), alpha=-1)

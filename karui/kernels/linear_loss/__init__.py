@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from karui.configs.errors import KaruiError
+from karui.kernels.matmul import add_matmul, matmul
 
 RowLoss = Callable[[int, int, torch.Tensor], torch.Tensor]
 """(start, stop, logits [c, V] fp32 or fp64) -> losses [c]; overwrites `logits` with d loss / d logits of each row."""
@@ -57,16 +58,16 @@ class _LinearLoss(torch.autograd.Function):
             stop = start + h.shape[0]
             logits = scratch[: h.shape[0]]
             if h.dtype == exact:
-                torch.mm(h, weight.T, out=logits)
+                matmul(h, weight.T, out=logits)
             else:
-                logits.copy_(h @ weight.T)
+                logits.copy_(matmul(h, weight.T))
             per_row[start:stop] = rows(start, stop, logits)
             pull = logits.to(h.dtype)
             if grad_hidden is not None:
-                grad_hidden[start:stop] = pull @ weight
+                grad_hidden[start:stop] = matmul(pull, weight)
             if grad_weight is not None:
                 if h.dtype == exact:
-                    grad_weight.addmm_(pull.T, h)
+                    add_matmul(grad_weight, pull.T, h)
                 else:
                     grad_weight += (pull.T @ h).to(exact)
         ctx.save_for_backward(grad_hidden, grad_weight)

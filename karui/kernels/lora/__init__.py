@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from karui.kernels.matmul import low_rank_matmul, matmul
 from karui.kernels.swiglu import gradients, product
 
 Weight = Callable[[torch.dtype], torch.Tensor]
@@ -61,9 +62,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, weight: Weight, bias: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        low = rows @ a.T
-        out = _base(rows, weight, bias)
-        out.addmm_(low, b.T, alpha=scaling)
+        out, low = _forward(rows, weight, bias, a, b, scaling)
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, low if ctx.needs_input_grad[2] else None, a, b)
         ctx.weight, ctx.scaling, ctx.shape = weight, scaling, x.shape
         return out.view(*x.shape[:-1], -1)
@@ -74,15 +73,15 @@ class _LoraLinear(torch.autograd.Function):
         dy = grads[0].reshape(-1, grads[0].shape[-1])
         dx = da = db = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            pulled = (dy @ b).mul_(ctx.scaling)  # [rows, rank]
-            if ctx.needs_input_grad[1]:
-                da = pulled.T @ rows
             if ctx.needs_input_grad[0]:
-                dx = dy @ ctx.weight(dy.dtype)
-                dx.addmm_(pulled, a)
+                dx, pulled = low_rank_matmul(dy, ctx.weight(dy.dtype), b, a, ctx.scaling)
                 dx = dx.view(ctx.shape)
+            else:
+                pulled = (dy @ b).mul_(ctx.scaling)  # [rows, rank]
+            if ctx.needs_input_grad[1]:
+                da = matmul(pulled.T, rows)
         if ctx.needs_input_grad[2]:
-            db = _grad_b(dy, low, ctx.scaling)
+            db = _grad_b(dy, low)
         return dx, da, db, None, None, None
 
 
@@ -93,9 +92,7 @@ class _GatedLoraLinear(torch.autograd.Function):
         bias: torch.Tensor | None, scaling: float,
     ) -> torch.Tensor:
         rows = product(gate, up).view(-1, gate.shape[-1])
-        low = rows @ a.T
-        out = _base(rows, weight, bias)
-        out.addmm_(low, b.T, alpha=scaling)
+        out, low = _forward(rows, weight, bias, a, b, scaling)
         ctx.save_for_backward(gate, up, low, a, b)
         ctx.weight, ctx.scaling = weight, scaling
         return out.view(*gate.shape[:-1], -1)
@@ -104,18 +101,24 @@ class _GatedLoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up, low, a, b = ctx.saved_tensors
         dy = grads[0].reshape(-1, grads[0].shape[-1])
-        pulled = (dy @ b).mul_(ctx.scaling)
-        dx = dy @ ctx.weight(dy.dtype)
-        dx.addmm_(pulled, a)
+        dx, pulled = low_rank_matmul(dy, ctx.weight(dy.dtype), b, a, ctx.scaling)
         dgate, dup, rows = gradients(dx.view(gate.shape), gate, up, again=ctx.needs_input_grad[2])
-        da = None if rows is None else pulled.T @ rows.view(-1, rows.shape[-1])
-        db = _grad_b(dy, low, ctx.scaling) if ctx.needs_input_grad[3] else None
+        da = None if rows is None else matmul(pulled.T, rows.view(-1, rows.shape[-1]))
+        db = _grad_b(dy, low) if ctx.needs_input_grad[3] else None
         return dgate, dup, da, db, None, None, None
 
 
-def _grad_b(dy: torch.Tensor, low: torch.Tensor, scaling: float) -> torch.Tensor:
-    """s dy^T low [out, rank]; the product with few rows runs faster than the one with few columns."""
-    return (low.T @ dy).mul_(scaling).T
+def _forward(
+    rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [rows, out], and s x A^T [rows, rank]."""
+    out, low = low_rank_matmul(rows, weight(rows.dtype).T, a.T, b.T, scaling)
+    return out if bias is None else out.add_(bias.to(rows.dtype)), low
+
+
+def _grad_b(dy: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """dy^T (s x A^T) [out, rank]; the product with few rows runs faster than the one with few columns."""
+    return matmul(low.T, dy).T
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -126,9 +129,14 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        return (grads[0] @ ctx.weight(grads[0].dtype) if ctx.needs_input_grad[0] else None), None, None
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        dy = grads[0].reshape(-1, grads[0].shape[-1])
+        dx = matmul(dy, ctx.weight(dy.dtype)).view(*grads[0].shape[:-1], -1)
+        return dx, None, None
 
 
 def _base(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     w = weight(rows.dtype)
-    return rows @ w.T if bias is None else torch.addmm(bias.to(rows.dtype), rows, w.T)
+    out = matmul(rows, w.T)
+    return out if bias is None else out.add_(bias.to(rows.dtype))

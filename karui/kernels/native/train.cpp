@@ -1,37 +1,13 @@
-// Training on a CPU: attention inside documents with its rotation, RMSNorm and SwiGLU, forward and backward, in fp32.
-//
-// Threads are those of the OpenMP runtime that torch has already started (its GOMP_parallel is handed in): a pool of our own
-// would fight with torch's threads, which spin between the matrix products. Every result is computed by one thread in a fixed
-// order, so that it does not depend on how many there are.
+// Training on a CPU: matrix products, attention inside documents with its rotation, RMSNorm and SwiGLU, forward and backward, in
+// fp32. Every result is computed by one thread in a fixed order, so that it does not depend on how many there are.
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
+#include "parallel.h"
+#include "sgemm.h"
 #include "simd.h"
 
 namespace {
-
-typedef void (*Gomp)(void (*)(void*), void*, unsigned, unsigned);
-
-template <class F>
-struct Job {
-    const F* f;
-    std::atomic<int> next{0};
-    int tasks;
-};
-
-template <class F>
-void run_job(void* p) {
-    auto* job = static_cast<Job<F>*>(p);
-    for (int t; (t = job->next.fetch_add(1, std::memory_order_relaxed)) < job->tasks;) (*job->f)(t);
-}
-
-template <class F>
-void parallel(Gomp gomp, int threads, int tasks, const F& f) {
-    Job<F> job{&f, {}, tasks};
-    if (gomp && threads > 1 && tasks > 1) gomp(run_job<F>, &job, unsigned(std::min(threads, tasks)), 0);
-    else run_job<F>(&job);
-}
 
 constexpr int MR = W == 16 ? 8 : 4, NR = 2 * W, BLOCK = 32;  // a tile of C is MR x NR; BLOCK queries are handled together
 
@@ -290,6 +266,17 @@ void karui_attention_backward(const Attention* a) {
                     a->dv[to + x] += from[half + x];
                 }
             }
+}
+
+// c [m, n] (+)= a b, rows of c `ldc` apart; a is [m, k] and b [k, n] with any strides, fast where one of them is 1.
+void karui_sgemm(const sgemm::Matrix* a, const sgemm::Matrix* b, float* c, int m, int n, int k, int64_t ldc, int plus, int threads, Gomp gomp) {
+    sgemm::product(gomp, threads, m, n, k, *a, *b, c, ldc, plus != 0);
+}
+
+// out [m, n] = x w + low v with low [m, r] = scaling x u; out and low are dense.
+void karui_low_rank(const sgemm::Matrix* x, const sgemm::Matrix* w, const sgemm::Matrix* u, const sgemm::Matrix* v, int m, int n, int k, int r,
+                    float scaling, float* low, float* out, int threads, Gomp gomp) {
+    sgemm::low_rank(gomp, threads, m, n, k, r, *x, *w, *u, *v, scaling, low, out);
 }
 
 // out = weight * x * rstd over rows of width n (a multiple of W); rstd [rows] is kept for the backward pass.

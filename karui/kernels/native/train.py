@@ -19,8 +19,15 @@ from karui.configs.errors import KaruiError
 from karui.kernels.native.build import build, chosen_isa
 
 log = logging.getLogger(__name__)
-SOURCES = ("train.cpp", "simd.h")
+SOURCES = ("train.cpp", "sgemm.h", "parallel.h", "simd.h")
+SMALLEST = 1 << 21  # multiplications below which a product is left to torch
 LANES = {"avx512": 16, "avx2": 8, "generic": 8}
+
+
+class _Matrix(C.Structure):
+    """`sgemm::Matrix`."""
+
+    _fields_: ClassVar[Any] = [("data", C.c_void_p), ("row", C.c_int64), ("column", C.c_int64)]
 
 
 class _Attention(C.Structure):
@@ -45,7 +52,8 @@ class Library:
         for name, arguments in (
             ("attention", [p]), ("attention_backward", [p]), ("rms_norm", [p, p, p, p, i, i, f, i, p]),
             ("rms_norm_backward", [p, p, p, p, p, i, i, i, p]), ("swiglu", [p, p, p, n, i, p]),
-            ("swiglu_backward", [p, p, p, p, p, p, n, i, p]),
+            ("swiglu_backward", [p, p, p, p, p, p, n, i, p]), ("sgemm", [p, p, p, i, i, i, n, i, i, p]),
+            ("low_rank", [p, p, p, p, i, i, i, i, f, p, p, i, p]),
         ):
             function = getattr(lib, f"karui_{name}")
             function.restype, function.argtypes = None, arguments
@@ -85,6 +93,35 @@ def usable(*tensors: torch.Tensor) -> bool:
         return False
     library = _library()
     return library is not None and all(t.shape[-1] % library.lanes == 0 for t in tensors)
+
+
+def product_usable(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `product` takes a [m, k] and b [k, n], and would not be slower than torch: fp32 on the CPU, not too narrow."""
+    (m, k), n = a.shape, b.shape[1]
+    plain = all(t.dtype == torch.float32 and t.device.type == "cpu" and 1 in t.stride() for t in (a, b))
+    return plain and m >= 8 and k >= 16 and n >= 32 and m * k * n >= SMALLEST and _library() is not None
+
+
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plus: bool) -> None:
+    """out (+)= a b; the rows of out are dense. Each value is the same however many rows or threads there are."""
+    library = _loaded()
+    library.sgemm(_matrix(a), _matrix(b), out.data_ptr(), *out.shape, a.shape[1], out.stride(0), int(plus), _threads(),
+                  library.gomp)
+
+
+def low_rank(
+    x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x w + low v [m, n], low = scaling x u [m, r]) of x [m, k], w [k, n], u [k, r], v [r, n]; any strides."""
+    library = _loaded()
+    out, low = x.new_empty(x.shape[0], w.shape[1]), x.new_empty(x.shape[0], u.shape[1])
+    library.low_rank(_matrix(x), _matrix(w), _matrix(u), _matrix(v), *out.shape, x.shape[1], u.shape[1], scaling, low.data_ptr(),
+                     out.data_ptr(), _threads(), library.gomp)
+    return out, low
+
+
+def _matrix(t: torch.Tensor) -> Any:
+    return C.byref(_Matrix(t.data_ptr(), *t.stride()))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

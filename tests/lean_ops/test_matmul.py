@@ -1,0 +1,110 @@
+"""The fp32 products of training against float64, on every instruction set: odd shapes, strides, accumulation, low-rank updates."""
+
+import pytest
+import torch
+
+from karui.kernels.lora import gated_lora_linear, lora_linear
+from karui.kernels.matmul import add_matmul, low_rank_matmul, matmul
+from karui.kernels.native import available, isas
+from karui.kernels.native import train as native
+
+pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler here")
+
+
+@pytest.fixture(params=isas())
+def isa(request, monkeypatch):
+    """The kernels of one instruction set, for products of any size."""
+    monkeypatch.setenv("KARUI_ISA", request.param)
+    monkeypatch.setattr(native, "SMALLEST", 0)
+    native._library.cache_clear()
+    yield request.param
+    native._library.cache_clear()
+
+
+def operands(m, k, n, kind, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    a = torch.randn(k, m, generator=g).T if "t" in kind[0] else torch.randn(m, k, generator=g)
+    b = torch.randn(n, k, generator=g).T if "t" in kind[1] else torch.randn(k, n, generator=g)
+    return a, b
+
+
+def close(got, want, terms):
+    """Within the rounding of a float32 sum of so many products of normal values."""
+    return float((got.double() - want).abs().max()) < 2e-6 * terms**0.5
+
+
+@pytest.mark.parametrize("kind", ["nn", "nt", "tn", "tt"])
+def test_products_of_odd_shapes(isa, kind):
+    for m in (8, 13, 14, 15, 29, 43):
+        for n in (32, 33, 47, 64, 330):
+            for k in (16, 17, 100, 289, 577):
+                a, b = operands(m, k, n, kind)
+                assert native.product_usable(a, b)
+                want = a.double() @ b.double()
+                assert close(matmul(a, b), want, k), (m, n, k)
+                out = torch.ones(m, n)
+                assert add_matmul(out, a, b) is out and close(out, want + 1, k), (m, n, k)
+                wide = torch.full((m, n + 5), 7.0)
+                assert close(matmul(a, b, out=wide[:, :n]), want, k) and bool((wide[:, n:] == 7).all())
+
+
+def test_sums_longer_than_one_packing(isa):
+    a, b = operands(9, 4500, 40, "nn")
+    assert close(matmul(a, b), a.double() @ b.double(), 4500)
+
+
+def test_rows_and_threads_do_not_change_a_value(isa):
+    a, b = operands(61, 300, 200, "nt")
+    was = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = matmul(a, b)
+        torch.set_num_threads(3)
+        assert torch.equal(matmul(a, b), want)
+        assert torch.equal(matmul(a[7:30], b), want[7:30])
+    finally:
+        torch.set_num_threads(was)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 40])
+@pytest.mark.parametrize("kind", ["nn", "nt"])
+def test_low_rank_updates(isa, rank, kind):
+    for m, k, n in ((8, 16, 32), (31, 577, 70), (45, 100, 350)):
+        x, w = operands(m, k, n, kind)
+        u, v = operands(k, rank, n, "tt" if kind == "nt" else "nn", seed=1)
+        out, low = low_rank_matmul(x, w, u, v, 0.5)
+        want = 0.5 * x.double() @ u.double()
+        assert close(low, want, k) and close(out, x.double() @ w.double() + want @ v.double(), 8 * k)
+
+
+def test_gradients_follow_outside_of_autograd_functions(isa):
+    a, b = operands(20, 40, 50, "nn")
+    a.requires_grad_()
+    matmul(a, b).sum().backward()
+    assert torch.allclose(a.grad, b.sum(1).expand(20, 40), atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_lora_gradients_equal_float64(isa, gated):
+    g = torch.Generator().manual_seed(2)
+    names = {"x": (30, 64), "up": (30, 64), "a": (8, 64), "b": (96, 8), "bias": (96,)}
+    values = {n: torch.randn(*shape, generator=g) for n, shape in names.items()}
+    weight = torch.randn(96, 64, generator=g)
+
+    def grads(dtype):
+        t = {n: v.to(dtype, copy=True).requires_grad_(n != "bias") for n, v in values.items()}
+        form, inputs = (gated_lora_linear, (t["x"], t["up"])) if gated else (lora_linear, (t["x"],))
+        out = form(*inputs, lambda d: weight.to(d), t["bias"], t["a"], t["b"], 0.7)
+        out.pow(2).sum().backward()
+        return [out.detach()] + [t[n].grad for n in ("x", *(["up"] if gated else []), "a", "b")]
+
+    for got, want in zip(grads(torch.float32), grads(torch.float64)):
+        assert torch.allclose(got.double(), want, rtol=1e-4, atol=1e-3 * float(want.abs().max()))
+
+
+def test_what_the_kernel_does_not_take_goes_to_torch(isa):
+    a, b = operands(20, 40, 50, "nn")
+    assert not native.product_usable(a.double(), b.double())
+    assert not native.product_usable(a[:, ::2], b[::2, ::2])
+    assert torch.equal(matmul(a.double(), b.double()), a.double() @ b.double())
+    assert torch.allclose(matmul(a[:, ::2], b[::2, ::2]), a[:, ::2] @ b[::2, ::2], atol=1e-5)
