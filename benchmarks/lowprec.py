@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class Job:
     lr: float
 
 
-FULL = Job(steps=500, width=256, blocks=7, batch=4, length=128, windows=512, lr=2e-3)
+FULL = Job(steps=150, width=256, blocks=7, batch=4, length=128, windows=256, lr=3e-3)
 QUICK = Job(steps=150, width=96, blocks=4, batch=4, length=128, windows=128, lr=3e-3)
 
 
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder of finished runs, read and added to")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="train these runs only; the table shows all that are cached")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--steps", type=int, help="more or fewer than the table's own")
     parser.add_argument("--train", type=Path, default=DATA / "wikitext2_valid.txt")
     parser.add_argument("--held", type=Path, default=DATA / "wikitext2_test.txt")
     options = parser.parse_args()
@@ -92,6 +93,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     job = QUICK if options.quick else FULL
+    job = replace(job, steps=options.steps or job.steps)
     table = runs(job)
     wanted = options.only or list(table)
     if unknown := [name for name in wanted if name not in table]:
@@ -101,7 +103,7 @@ def main() -> None:
     key = asdict(job) | {"train": options.train.name, "held": options.held.name}
     done = {}
     for name in table:
-        kept = options.cache / f"{re.sub('[^a-z0-9]+', '-', name)}.json" if options.cache else None
+        kept = options.cache / f"{re.sub('[^a-z0-9]+', '-', name)}-{job.steps}.json" if options.cache else None
         run = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
         if run.get("job") != key:
             if name not in wanted:

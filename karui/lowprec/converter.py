@@ -23,6 +23,7 @@ from karui.lowprec.backends import choose
 from karui.lowprec.linear import LowPrecisionLinear
 from karui.lowprec.policy import decide, padding
 from karui.lowprec.precision import GEMMS, Precision
+from karui.lowprec.sharing import readers
 from karui.lowprec.state import LowPrecisionState
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class LayerReport:
         backend, reason: who multiplies and why, or why the layer stays high.
         padding: dimensions padded, "" for none.
         frozen: the weight was quantized once.
+        input: "own", or the layers (last parts of their names) that read one input: it is quantized and kept once for them all.
     """
 
     name: str
@@ -46,6 +48,7 @@ class LayerReport:
     reason: str
     padding: str = ""
     frozen: bool = False
+    input: str = "own"
 
 
 class LowPrecision:
@@ -84,10 +87,19 @@ class LowPrecision:
                 raise KaruiError(f"{name} is a {type(linear).__name__}, not a plain linear layer; name it in policy.skip.")
             frozen = not linear.weight.requires_grad
             padded = padding(linear, self.precision)
+            family = readers(name, set(names))
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, LowPrecisionLinear.wrap(linear, state, names.index(name), choice.backend))
             rows.append(
-                LayerReport(name=name, formats=kinds, backend=choice.backend, reason=choice.reason, padding=padded, frozen=frozen)
+                LayerReport(
+                    name=name,
+                    formats=kinds,
+                    backend=choice.backend,
+                    reason=choice.reason,
+                    padding=padded,
+                    frozen=frozen,
+                    input=", ".join(n.rpartition(".")[2] for n in family) if len(family) > 1 else "own",
+                )  # fmt: skip
             )
         model.add_module(STATE_NAME, state)
         self.report, self._model = tuple(rows), model
@@ -193,9 +205,10 @@ class LowPrecision:
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.report:
             leaf = row.name.rpartition(".")[2]
-            key = (leaf, row.formats, row.backend, row.padding or "-", "frozen" if row.frozen else "trained", row.reason)
+            weight = "frozen" if row.frozen else "trained"
+            key = (leaf, row.formats, row.backend, row.padding or "-", weight, row.input, row.reason)
             groups.setdefault(key, []).append(row.name)
-        lines: list[tuple[str, ...]] = [("layers", "name", "format", "backend", "padding", "weight", "reason")]
+        lines: list[tuple[str, ...]] = [("layers", "name", "format", "backend", "padding", "weight", "input", "reason")]
         lines += [(str(len(names)), *key) for key, names in groups.items()]
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
         return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(line, widths)), line[-1]]) for line in lines)

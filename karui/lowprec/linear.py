@@ -86,8 +86,7 @@ class LowPrecisionLinear(nn.Linear):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
-            rows = x.reshape(-1, x.shape[-1]).to(dtype)
-            y = _gemms(rows, self.weight, self.bias, self)
+            y = _gemms(x, dtype, self.weight, self.bias, self)
         return y.view(*x.shape[:-1], self.out_features)
 
     def plan(self) -> Plan:
@@ -145,8 +144,11 @@ class LowPrecisionLinear(nn.Linear):
 # A compiler may contract a division and a product into one rounding, which moves codes across their midpoints, and inductor
 # fails on the blocks of 32. The quantizers therefore run as they are written, between the compiled parts of the model.
 @torch.compiler.disable
-def _gemms(x: torch.Tensor, w: torch.Tensor | None, bias: torch.Tensor | None, module: LowPrecisionLinear) -> torch.Tensor:
-    y = _LowPrecisionGemms.apply(x, w, module, module.plan(), module._state, module.training)
+def _gemms(
+    x: torch.Tensor, dtype: torch.dtype, w: torch.Tensor | None, bias: torch.Tensor | None, module: LowPrecisionLinear
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    y = _LowPrecisionGemms.apply(rows, w, module, module.plan(), module._state, module.training, module._state.inputs.of(x))
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -160,14 +162,17 @@ class _LowPrecisionGemms(torch.autograd.Function):
         plan: Plan,
         state: LowPrecisionState,
         training: bool,
+        made: dict[Any, Any],
     ) -> torch.Tensor:
         left, right = plan.operands["fprop"]
         scale = state.scale[plan.layer].clone()
-        x_amax = largest(x)
+        if (x.dtype, "amax") not in made:
+            made[x.dtype, "amax"] = largest(x)
+        x_amax = made[x.dtype, "amax"]
         if training:
             state.record(plan.layer, 0, x_amax)
         keeps_codes = ctx.needs_input_grad[1] and plan.shares_input
-        a, coded = _operand(x, left, plan, "fprop", amax=x_amax, scale=scale[0], keep=keeps_codes)
+        a, coded = _shared(made, x, left, plan, "fprop", amax=x_amax, scale=scale[0], keep=keeps_codes)
         b = module.kept("fprop")
         if b is None:
             assert w is not None
@@ -209,9 +214,24 @@ class _LowPrecisionGemms(torch.autograd.Function):
             if ctx.like is not None:
                 b = transpose(rebuild(ctx.like, dict(zip(tensors_of(ctx.like), saved))))
             else:
-                b, _ = _operand(saved[0].t(), right, plan, "wgrad", scale=scale[0])
+                made = ctx.state.saved_inputs.of(saved[0])
+                b, _ = _shared(made, saved[0].t(), right, plan, "wgrad", scale=scale[0])
             dw = multiply(a, b, plan.backend, ctx.weight_dtype)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
+
+
+def _shared(
+    made: dict[Any, Any], x: torch.Tensor, operand: Operand, plan: Plan, gemm: Gemm, *, scale: torch.Tensor, **how: Any
+) -> tuple[Coded, Coded | None]:
+    """`_operand` of a layer's input, taken from what was `made` of that tensor where it is the same."""
+    if operand.stochastic or (operand.delayed and x.device.type != "cpu"):
+        return _operand(x, operand, plan, gemm, scale=scale, **how)
+    key = (x.dtype, operand, plan.library[gemm], plan.backend, how.get("keep", False))
+    given, found = made.get(key, (None, None))
+    if found is None or (operand.delayed and not torch.equal(given, scale)):
+        found = _operand(x, operand, plan, gemm, scale=scale, **how)
+        made[key] = (scale, found)
+    return found
 
 
 def _operand(

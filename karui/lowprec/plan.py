@@ -17,6 +17,7 @@ from torch import nn
 from karui.configs.errors import KaruiError, nearest
 from karui.lowprec.policy import decide, padding
 from karui.lowprec.precision import GEMMS, Gemm, GemmFormat, Precision
+from karui.lowprec.sharing import readers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,6 @@ GPUS = {
 }  # fmt: skip
 
 
-_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """One linear on the planned GPU.
@@ -76,8 +74,8 @@ class LayerPlan:
         formats: the recipe's, or "high".
         hardware: what multiplies: "fp8 tensor cores", "fp4 tensor cores", or "emulated in bf16" where the GPU lacks the format.
         speed_up: of the three GEMMs against bf16; 1 for layers that stay high.
-        saved_bytes: activations kept for the backward pass, this layer's share of 16 bit minus what it keeps. In 16 bit q, k, v
-            keep one input between them, in codes each its own: for them low precision costs memory.
+        saved_bytes: activations kept for the backward pass in 16 bit minus those kept as codes; layers that read one input keep
+            one copy of it between them either way, and each has its share here.
         seconds, high_seconds: the GEMMs of one micro-batch as planned, and in bf16.
     """
 
@@ -113,6 +111,7 @@ def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -
     formats = precision.at(0)
     out = []
     reasons = decide(model, precision)
+    low_names = {n for n, reason in reasons.items() if not reason}
     for name, reason in reasons.items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
@@ -138,17 +137,10 @@ def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -
                 speed_up=high / low,
                 seconds=low,
                 high_seconds=high,
-                saved_bytes=round(tokens * linear.in_features * (2 / _readers(name, reasons) - 1)) if kept_as_codes else 0,
+                saved_bytes=round(tokens * linear.in_features / len(readers(name, low_names))) if kept_as_codes else 0,
             )
         )
     return out
-
-
-def _readers(name: str, reasons: dict[str, str]) -> int:
-    """How many low-precision linears read the input of this one, by the usual names."""
-    parent, _, leaf = name.rpartition(".")
-    family = next((f for f in _ONE_INPUT if leaf in f), (leaf,))
-    return sum(reasons.get(f"{parent}.{other}" if parent else other) == "" for other in family)
 
 
 def _width(form: GemmFormat) -> float:

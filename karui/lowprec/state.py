@@ -24,6 +24,7 @@ from karui.configs.errors import KaruiError
 from karui.kernels.quantize.compat import FLT_MAX, divide
 from karui.kernels.quantize.elements import E4M3, E5M2
 from karui.lowprec.precision import Precision
+from karui.lowprec.sharing import LastInput
 
 ROLES = ("input", "weight", "gradient")
 _TEXT_BYTES = 4096
@@ -40,6 +41,7 @@ class LowPrecisionState(nn.Module):
         identity: uint8 [4096], what the state belongs to; loading another's is an error.
 
     `staged`, fp32 [L, 3], is no buffer: it is 0 between steps, and DDP would overwrite it with the first rank's within one.
+    `inputs` and `saved_inputs` are what layers that read one tensor share, forward and backward; empty between steps.
     """
 
     history: torch.Tensor
@@ -59,6 +61,7 @@ class LowPrecisionState(nn.Module):
         self.register_buffer("identity", _as_bytes(precision.identity()).to(device))
         self.staged = torch.zeros(len(names), 3, device=device)
         self.formats = precision.at(0)
+        self.inputs, self.saved_inputs = LastInput(hold=False), LastInput(hold=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LowPrecisionState:
         keep_dtypes(self, list(self._buffers), lambda: super(LowPrecisionState, self)._apply(fn, recurse))
@@ -95,6 +98,8 @@ class LowPrecisionState(nn.Module):
             self.history.copy_(torch.roll(self.history, -1, -1))
             self.history[..., 0] = 0
         self.staged.zero_()
+        self.inputs.clear()
+        self.saved_inputs.clear()
         self.step += 1
         self.formats = self.precision.at(int(self.step))
 

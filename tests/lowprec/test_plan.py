@@ -56,6 +56,12 @@ def test_saved_activations_and_padding():
     assert one("mxfp8", "B200", 1000, 64).padding == "in 1000 -> 1024"
 
 
+def test_layers_that_read_one_input_save_it_once():
+    model = nn.ModuleDict({n: nn.Linear(1000, 64) for n in ("q_proj", "k_proj", "v_proj", "up_proj")})
+    saved = {r.name: r.saved_bytes for r in plan_layers(model, Precision.parse("fp8-current"), "H200", 10)}
+    assert saved == {"q_proj": 3333, "k_proj": 3333, "v_proj": 3333, "up_proj": 10_000}
+
+
 def test_layers_that_stay_high_are_in_the_plan():
     rows = {r.name: r for r in plan_layers(Tiny(blocks=4), Precision.parse("nvfp4"), "b200", 64)}
     assert (
