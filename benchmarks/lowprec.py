@@ -55,7 +55,7 @@ class Job:
     lr: float
 
 
-FULL = Job(steps=150, width=256, blocks=7, batch=4, length=128, windows=256, lr=3e-3)
+FULL = Job(steps=150, width=256, blocks=7, batch=4, length=128, windows=192, lr=3e-3)
 QUICK = Job(steps=150, width=96, blocks=4, batch=4, length=128, windows=128, lr=3e-3)
 
 
