@@ -1,8 +1,8 @@
 """Layers that read one tensor (q, k, v; gate and up) share its codes: quantized once, and kept once for the backward pass.
 
 The layers need not know of each other: what was quantized last is remembered, and used again for the same tensor, unchanged, in
-the same form. The bits are those of quantizing it anew: nothing that an input's codes depend on is a layer's own, but for the scale
-of delayed scaling, which is compared (and on an accelerator, where that would wait for the device, not shared).
+the same form. The bits are those of quantizing it anew: nothing that an input's codes depend on is a layer's own, but for the
+scale of delayed scaling, which is compared (and on an accelerator, where that would wait for the device, not shared).
 """
 
 from __future__ import annotations

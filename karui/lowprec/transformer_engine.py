@@ -36,6 +36,8 @@ def te_recipe(precision: Precision) -> Any:
         raise UnsupportedError("TransformerEngine has one format for all three GEMMs; drop fprop, dgrad, wgrad and schedule.")
     if precision.compat not in (None, "te"):
         raise UnsupportedError(f"TransformerEngine cannot round as {precision.compat!r}; drop compat.")
+    if not precision.tensor_scale:
+        raise UnsupportedError("TransformerEngine's NVFP4 always has the tensor's scale; drop tensor_scale.")
     if precision.recipe in ("fp8-rowwise", "mxfp4"):
         raise UnsupportedError(f"TransformerEngine has no recipe for {precision.recipe}; use backend emulate or scaled_mm.")
     module = _load("transformer_engine.common.recipe")

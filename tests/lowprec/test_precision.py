@@ -40,6 +40,21 @@ def test_ingredients_can_be_switched_off():
     assert {spell(o) for g in GEMMS for o in bare.operands(g, "nvfp4")} == {"nvfp4 1x16"}
 
 
+def test_gradients_need_the_tensor_scale():
+    """Without it the scale of a block of gradients falls below E4M3's smallest number, and the block is zero."""
+    gradients = []
+    for tensor_scale in (True, False):
+        torch.manual_seed(0)
+        precision = Precision(recipe="nvfp4", tensor_scale=tensor_scale, stochastic=False)
+        model = LowPrecision(precision).prepare(nn.Sequential(nn.Linear(32, 32)))
+        x = torch.randn(16, 32, requires_grad=True)
+        y = model(x)
+        y.backward(torch.full_like(y, 1e-4))
+        gradients.append(x.grad)
+        assert torch.isfinite(y).all() and y.any()
+    assert gradients[0].any() and not gradients[1].any()
+
+
 def test_gemms_apart_and_on_a_schedule():
     precision = Precision(
         recipe="nvfp4", wgrad="mxfp8", schedule=(Switch(step=10, to="high"), Switch(step=20, gemm="all", to="fp8-current"))

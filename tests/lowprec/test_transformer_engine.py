@@ -54,6 +54,7 @@ def test_an_absent_or_broken_package_is_a_clear_error(monkeypatch, error, messag
         ({"recipe": "nvfp4", "schedule": (Switch(step=1),)}, "one format for all three GEMMs"),
         ({"recipe": "mxfp8", "wgrad": "high"}, "one format for all three GEMMs"),
         ({"recipe": "mxfp8", "compat": "ao"}, "cannot round as 'ao'"),
+        ({"recipe": "nvfp4", "tensor_scale": False}, "always has the tensor's scale"),
     ],
 )
 def test_what_transformer_engine_cannot_do_is_refused(fields, message):
