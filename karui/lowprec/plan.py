@@ -43,25 +43,26 @@ class Gpu:
         return self.sm >= 100
 
 
-# The sources are NVIDIA's papers; values were compared with copies of their tables on third parties' pages, sparse rates halved.
+# Dense rates: a datasheet's "with sparsity" is halved. `checked` against tables on third parties' pages that copy the datasheets'.
 GPUS = {
     g.name: g
     for g in (
-        Gpu(name="A100", sm=80, bf16=312, fp8=0, fp4=0, memory_gb=80, bandwidth_tb=2.039,
-            source="A100 80GB SXM datasheet", checked="all values"),
-        Gpu(name="L40S", sm=89, bf16=362, fp8=733, fp4=0, memory_gb=48, bandwidth_tb=0.864,
-            source="L40S datasheet", checked="all values"),
-        Gpu(name="H100", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=80, bandwidth_tb=3.35,
-            source="H100 SXM datasheet", checked="all values"),
-        Gpu(name="H200", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=141, bandwidth_tb=4.8,
-            source="H200 SXM datasheet", checked="all values"),
+        Gpu(name="A100", sm=80, bf16=312, fp8=0, fp4=0, memory_gb=80, bandwidth_tb=2.039, checked="all values",
+            source="A100 80GB SXM datasheet, nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf on nvidia.com"),
+        Gpu(name="L40S", sm=89, bf16=362, fp8=733, fp4=0, memory_gb=48, bandwidth_tb=0.864, checked="all values",
+            source="L40S datasheet, https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"),
+        Gpu(name="H100", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=80, bandwidth_tb=3.35, checked="all values",
+            source="H100 SXM datasheet, https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"),
+        Gpu(name="H200", sm=90, bf16=989, fp8=1979, fp4=0, memory_gb=141, bandwidth_tb=4.8, checked="all values",
+            source="H200 SXM datasheet, https://www.nvidia.com/en-us/data-center/h200/"),
         Gpu(name="B200", sm=100, bf16=2250, fp8=4500, fp4=9000, memory_gb=180, bandwidth_tb=7.7,
-            source="HGX B200 datasheet", checked="all values, of the 1,000 W HGX board"),
-        Gpu(name="RTX 4090", sm=89, bf16=165.2, fp8=330.3, fp4=0, memory_gb=24, bandwidth_tb=1.008,
-            source="Ada architecture whitepaper", checked="all values"),
+            checked="all values, of the 1,000 W board; other sheets give 8 TB/s",
+            source="HGX B200 datasheet, https://www.nvidia.com/en-us/data-center/hgx/"),
+        Gpu(name="RTX 4090", sm=89, bf16=165.2, fp8=330.3, fp4=0, memory_gb=24, bandwidth_tb=1.008, checked="all values",
+            source="Ada GPU architecture whitepaper, nvidia-ada-gpu-architecture.pdf on images.nvidia.com"),
         Gpu(name="RTX 5090", sm=120, bf16=209.5, fp8=419, fp4=1676, memory_gb=32, bandwidth_tb=1.792,
-            source="RTX Blackwell architecture whitepaper",
-            checked="fp4, memory, bandwidth; bf16 and fp8 with fp32 sums are taken as a quarter of the published sparse rates"),
+            checked="fp4, memory, bandwidth; bf16 and fp8 (fp32 sums) are a quarter of the sparse rates with fp16 sums, 838 and 1,676",
+            source="RTX Blackwell GPU architecture whitepaper, nvidia-rtx-blackwell-gpu-architecture.pdf on images.nvidia.com"),
     )
 }  # fmt: skip
 
