@@ -43,7 +43,7 @@ class Gpu:
         return self.sm >= 100
 
 
-# Dense rates: a datasheet's "with sparsity" is halved. `checked` against tables on third parties' pages that copy the datasheets'.
+# Dense rates: a datasheet's "with sparsity" is halved. `checked` against tables on third parties' pages that copy them.
 GPUS = {
     g.name: g
     for g in (
@@ -61,7 +61,7 @@ GPUS = {
         Gpu(name="RTX 4090", sm=89, bf16=165.2, fp8=330.3, fp4=0, memory_gb=24, bandwidth_tb=1.008, checked="all values",
             source="Ada GPU architecture whitepaper, nvidia-ada-gpu-architecture.pdf on images.nvidia.com"),
         Gpu(name="RTX 5090", sm=120, bf16=209.5, fp8=419, fp4=1676, memory_gb=32, bandwidth_tb=1.792,
-            checked="fp4, memory, bandwidth; bf16 and fp8 (fp32 sums) are a quarter of the sparse rates with fp16 sums, 838 and 1,676",
+            checked="fp4, memory, bandwidth; bf16 and fp8 (fp32 sums) are quarters of the sparse 838 and 1,676",
             source="RTX Blackwell GPU architecture whitepaper, nvidia-rtx-blackwell-gpu-architecture.pdf on images.nvidia.com"),
     )
 }  # fmt: skip
