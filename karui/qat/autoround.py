@@ -5,9 +5,8 @@
     of start and end kept
 
 x comes from the already quantized prefix, the target from the unquantized model. Departures: the start may be GPTQ's result
-(`start`):
-W is then GPTQ's compensated weight, whose rounding already agrees with the Hessian, and the signs of the search's scales are
-kept.
+(`start`): each weight then begins inside the cell of its code, `MARGIN` off the centre towards W, and the signs of the search's
+scales are kept. Few iterations take smaller steps than the paper's 1 / iterations (`MOST`).
 """
 
 from __future__ import annotations
@@ -30,20 +29,35 @@ from karui.qat.rtn import RTNConfig, rounded
 from karui.qat.search import weight_error
 from karui.qat.types import LayerReport, MethodConfig
 
+MARGIN = 0.3  # of a grid step: nearer the edge of its cell than that, the first noisy steps undo what GPTQ decided
+MOST = 0.02  # of a grid step: larger steps, which few iterations would have by the paper's rule, turn codes at random
+Precision = Literal["auto", "float32", "bfloat16"]
+
 
 class AutoRoundConfig(MethodConfig):
-    """iterations, batch (rows per step); lr: None is 1 / iterations; start: where rounding starts, `gptq` or `rtn` (the paper's);
-    scale_range: how far a may leave 1; lr_scale: step of a as a share of lr."""
+    """iterations, batch (rows per step); lr: None is 1 / iterations, at most 0.02; start: where rounding starts, `gptq` or `rtn`
+    (the paper's); scale_range: how far a may leave 1; lr_scale: step of a as a share of lr; precision of the products while
+    learning: auto is bfloat16 where the processor computes with it."""
 
     iterations: int = Field(200, ge=1)
     batch: int = Field(8, ge=1)
     lr: float | None = Field(None, gt=0)
-    lr_scale: float = Field(0.2, ge=0)
+    lr_scale: float = Field(0.05, ge=0)
     scale_range: float = Field(0.3, ge=0, lt=1)
     start: Literal["gptq", "rtn"] = "gptq"
+    precision: Precision = "auto"
 
 
 CONFIG = AutoRoundConfig
+
+
+def in_bfloat16(precision: Precision, device: torch.device) -> bool:
+    """Whether products run in bfloat16: asked for, or `auto` on hardware with instructions for it."""
+    if precision == "auto":
+        if device.type == "cuda":
+            return bool(torch.cuda.is_bf16_supported())
+        return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
+    return precision == "bfloat16"
 
 
 class _Round(torch.autograd.Function):
@@ -56,6 +70,21 @@ class _Round(torch.autograd.Function):
         return grads[0]
 
 
+def positions(w: torch.Tensor, start: QTensor, margin: float) -> torch.Tensor:
+    """Where each weight of w [out, in] lies in grid steps, [R, G, n], zero point included: rounded, it is `start`'s code.
+
+    Where the start did not round w to nearest (GPTQ), the weight is moved into the start's cell, `margin` off its centre.
+    """
+    low, high = start.spec.code_range
+    scale = start.scale.float()
+    ratio = grouped(w, start.spec) / scale.masked_fill(scale == 0, 1.0).unsqueeze(-1)
+    if start.zero is not None:
+        ratio = ratio + start.zero.float().unsqueeze(-1)
+    codes = grouped(start.codes.float(), start.spec)
+    ratio = ratio.clamp(low - 0.49, high + 0.49)
+    return torch.where(ratio.round() == codes, ratio, codes + margin * (ratio - codes).clamp(-1, 1))
+
+
 class LearnedRounding:
     """V and a of one weight; `value()` is differentiable in both, `codes()` is final. The two agree bit for bit."""
 
@@ -66,17 +95,7 @@ class LearnedRounding:
         self.spec, self.shape = spec, tuple(w.shape)
         self.scale = start.scale.float()
         self.zero = None if start.zero is None else start.zero.float().unsqueeze(-1)
-        self.codes0 = grouped(start.codes.float(), spec)
-        relative = grouped(w, spec) / self.scale.masked_fill(self.scale == 0, 1.0).unsqueeze(-1)
-        if self.zero is not None:
-            relative = relative + self.zero
-        # the starting code is where rounding lands with V = 0: for a start that did not round to nearest the base is moved to it
-        near = relative.round() == self.codes0
-        low, high = spec.code_range
-        inside = (self.codes0 > low) & (self.codes0 < high)
-        self.base = torch.where(
-            near | ~inside, relative.clamp(low - 0.49, high + 0.49), self.codes0 + 0.49 * (relative - self.codes0).clamp(-1, 1)
-        )
+        self.base = positions(w, start, MARGIN)
         self.v = torch.zeros_like(self.base, requires_grad=True)
         self.a = torch.ones_like(self.scale, requires_grad=True)
 
@@ -168,11 +187,13 @@ def quantize_block(block: Block, config: AutoRoundConfig) -> None:
     local = {n: n.removeprefix(f"{block.name}.") for n in learned}
     generator = block.generator()
     starting = {n: r.codes() for n, r in learned.items()}
-    samples, lr = len(block.inputs), config.lr or 1 / config.iterations
+    half = in_bfloat16(config.precision, block.device)
+    samples, lr = len(block.inputs), config.lr or min(1 / config.iterations, MOST)
     with gradients(block.module):
         for i in range(config.iterations):
             pick = torch.randperm(samples, generator=generator)[: config.batch]
-            loss = _loss(block, {local[n]: r.value() for n, r in learned.items()}, pick)
+            with torch.autocast(block.device.type, torch.bfloat16, enabled=half):
+                loss = _loss(block, {local[n]: r.value() for n, r in learned.items()}, pick)
             loss.backward()
             for r in learned.values():
                 r.step(lr * (1 - i / config.iterations), config.lr_scale, config.scale_range)

@@ -20,17 +20,14 @@ from pydantic import Field
 
 from karui.configs.errors import UnsupportedError
 from karui.kernels.qtensor import QTensor
-from karui.kernels.quantize.grid import grouped
 from karui.qat import gptq
+from karui.qat.autoround import Precision, gradients, in_bfloat16, positions, targets_of
 from karui.qat.autoround import _loss as block_loss
-from karui.qat.autoround import gradients, targets_of
 from karui.qat.calibration import Block
 from karui.qat.lsq import LearnedStep, Stored, codes_on
 from karui.qat.rtn import RTNConfig, rounded
 from karui.qat.search import weight_error
 from karui.qat.types import LayerReport, MethodConfig
-
-Precision = Literal["auto", "float32", "bfloat16"]
 
 
 class BlockAPConfig(MethodConfig):
@@ -49,15 +46,6 @@ class BlockAPConfig(MethodConfig):
 CONFIG = BlockAPConfig
 
 
-def in_bfloat16(precision: Precision, device: torch.device) -> bool:
-    """Whether products run in bfloat16: asked for, or `auto` on hardware with instructions for it."""
-    if precision == "auto":
-        if device.type == "cuda":
-            return bool(torch.cuda.is_bf16_supported())
-        return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
-    return precision == "bfloat16"
-
-
 class LearnedGrid:
     """W and the relative scale a of one weight; `value()` is differentiable in both, `codes()` is final and bit-equal to it.
 
@@ -72,13 +60,7 @@ class LearnedGrid:
         self.scale = start.scale.float()
         step = self.scale.masked_fill(self.scale == 0, 1.0).unsqueeze(-1)
         shift = 0 if start.zero is None else start.zero.float().unsqueeze(-1)
-        low, high = spec.code_range
-        codes, ratio = grouped(start.codes.float(), spec), grouped(w, spec) / step + shift
-        keeps = (ratio.round() == codes) | (codes == low) | (codes == high)
-        near = codes + 0.49 * (ratio - codes).clamp(-1, 1)
-        ratio = torch.where(keeps, ratio.clamp(low - 0.49, high + 0.49), near)
-        edge = ((codes == low) & (ratio.round() > low)) | ((codes == high) & (ratio.round() < high))
-        self.w = ((torch.where(edge, near, ratio) - shift) * step).requires_grad_(True)
+        self.w = ((positions(w, start, 0.49) - shift) * step).requires_grad_(True)
         self.a = torch.ones_like(self.scale, requires_grad=True)
 
     def _step(self) -> torch.Tensor:
@@ -107,7 +89,7 @@ def quantize_block(block: Block, config: BlockAPConfig) -> None:
     groups.append({"params": [g.a for g in learned.values()], "lr": config.lr_scale})
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     samples, generator = len(block.inputs), block.generator()
-    steps = config.epochs * math.ceil(samples / config.batch)
+    steps = max(1, config.epochs * math.ceil(samples / config.batch))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(i / steps, 1.0)))
     )  # fmt: skip

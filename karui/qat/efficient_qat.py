@@ -24,7 +24,8 @@ from torch import nn
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize.grid import DTYPES, grouped
 from karui.qat import block_ap
-from karui.qat.block_ap import BlockAPConfig, in_bfloat16
+from karui.qat.autoround import in_bfloat16
+from karui.qat.block_ap import BlockAPConfig
 from karui.qat.calibration import Block, decoder_of
 from karui.qat.lsq import Stored
 from karui.qat.types import LayerReport

@@ -94,11 +94,13 @@ def merged_model(
     from karui.kernels.qtensor import QTensor
     from karui.kernels.quantize import quantize
     from karui.qat.activations import attach
+    from karui.qat.experts import unfuse
 
     transformers_logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation=attention
     ).eval()
+    unfuse(model)
     lora = load_adapter(adapter) if adapter is not None else None
     with torch.inference_mode():
         for name, parameter in model.named_parameters():

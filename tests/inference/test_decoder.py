@@ -29,6 +29,14 @@ CASES = {
     "qwen2-window": ("qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)),
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3", dict(tie_word_embeddings=True, head_dim=16)),
+    "bitnet": ("bitnet", dict(tie_word_embeddings=True)),
+    "bitnet-silu": ("bitnet", dict(hidden_act="silu", tie_word_embeddings=True)),
+    "mixtral": ("mixtral", dict(num_local_experts=5, num_experts_per_tok=2)),
+    "mixtral-window": ("mixtral", dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=7)),
+    "qwen2_moe": ("qwen2_moe", dict(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=40,
+                                    num_experts_per_tok=2, mlp_only_layers=[1])),
+    "qwen3_moe": ("qwen3_moe", dict(num_experts=6, moe_intermediate_size=24, num_experts_per_tok=3, norm_topk_prob=True)),
+    "qwen3_moe-sparse": ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, decoder_sparse_step=2)),
 }
 
 

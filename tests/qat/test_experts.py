@@ -22,8 +22,8 @@ KINDS = {"mixtral": 2 * (4 + 6 * 3), "qwen2_moe": 2 * (4 + 6 * 3 + 3)}
 METHODS_HERE = [m for m in METHODS if m != "rotation"]
 
 
-def moe(kind: str, seed: int = 0) -> Any:
-    return tiny(kind, seed=seed, **SMALL)
+def moe(kind: str, seed: int = 0, **changes: Any) -> Any:
+    return tiny(kind, seed=seed, **{**SMALL, **changes})
 
 
 def logits(model: nn.Module) -> torch.Tensor:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.errors import KaruiError
 from karui.configs.manifest import Manifest
 from karui.configs.recipe import Recipe
 from karui.inference.bundle.decode import read_stored, values
@@ -107,14 +107,14 @@ def test_a_resumed_run_ends_bit_identically(step, make_recipe):  # noqa: F811
         assert torch.equal(q.codes, second[name].codes) and torch.equal(q.scale, second[name].scale), name
 
 
-def test_sub_norms_train_and_are_refused_for_export(make_recipe):  # noqa: F811
+def test_a_model_with_sub_norms_ends_in_a_bundle_the_engine_runs(make_recipe):  # noqa: F811
+    from karui.trainers.pipeline import run_pipeline
+
     step = {"method": "bitnet_158", "sub_norms": True}
     optim = {"lr": 1e-3, "batch": 4, "steps": 3}
-    with pytest.raises(UnsupportedError, match="does not run models with sub-norms"):
-        run_recipe(make_recipe(prepare=[step], optim=optim, export=[{"spec": "w1.58a8"}]))
-    result = run_recipe(make_recipe(prepare=[step], optim=optim))
-    config = json.loads((result.final / "config.json").read_text())
-    assert config["model_type"] == "bitnet"
+    result = run_pipeline(make_recipe(prepare=[step], optim=optim, export=[{"spec": "w1.58a8"}], eval={"speed": False}))
+    assert json.loads((result.run.final / "config.json").read_text())["model_type"] == "bitnet"
+    check_bundle(result, {"w1.58a8"})
 
 
 @pytest.mark.parametrize("step,message", [

@@ -14,6 +14,7 @@ from karui.configs import KaruiError, UnsupportedError
 from karui.inference.engine import Engine
 from karui.qat.methods import METHODS
 from karui.trainers.quantize import quantize_to_bundle
+from tests.qat.test_experts import moe
 
 QUICK = {"autoround": {"iterations": 3}, "block_ap": {"epochs": 1}}
 SPECS = {"smoothquant": "w8a8", "llm_int8": "w8a8"}
@@ -41,6 +42,31 @@ def test_every_method_becomes_a_bundle_the_engine_runs(tiny_folder, text, tmp_pa
     assert torch.isfinite(engine.score([[5, 70, 90, 31]])[0]).all()
 
 
+@pytest.mark.parametrize("kind", ("mixtral", "qwen2_moe"))
+@pytest.mark.parametrize("method", ("rtn", "gptq"))
+def test_a_mixture_of_experts_becomes_a_bundle_the_engine_runs(kind, method, tiny_folder, text, tmp_path):
+    """Expert by expert; an expert that saw too little is named in the manifest."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    model = moe(kind, vocab_size=len(tokenizer), max_position_embeddings=512)
+    model.save_pretrained(tmp_path / "moe")
+    tokenizer.save_pretrained(tmp_path / "moe")
+    manifest = quantize_to_bundle(
+        str(tmp_path / "moe"), tmp_path / "out", method=method, spec="w4g16", calibration=text, samples=8, length=64,
+        settings={} if method == "rtn" else {"min_tokens": 160},
+    )  # fmt: skip
+    assert manifest.parity["max_abs_dlogprob"] < 2e-3
+    experts = {n: t for n, t in manifest.tensors.items() if ".experts." in n}
+    assert len(experts) == 2 * 6 * 3 and all(t.spec == "w4g16" for t in experts.values())
+    assert any(t.fate == "fell_back" for t in experts.values()) == (method == "gptq")
+    ids = [5, 70, 90, 31, 8, 8, 100]
+    engine = Engine.load(tmp_path / "moe", kv_dtype="float32", max_context=64, max_sequences=1)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(engine.score([ids])[0], want, rtol=1e-3, atol=1e-3)
+
+
 def test_gptq_loses_less_than_rounding_and_says_so(tiny_folder, text, tmp_path):
     """The engine's own scores of the calibration text, against the unquantized model's."""
     ids = [t for t in range(40, 100)]
@@ -55,11 +81,13 @@ def test_gptq_loses_less_than_rounding_and_says_so(tiny_folder, text, tmp_path):
 
 class TestBadInput:
     def test_a_model_the_engine_cannot_run_is_refused_before_the_work(self, tmp_path):
-        from tests.qat.test_experts import moe
+        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-        moe("mixtral").save_pretrained(tmp_path / "moe")
-        with pytest.raises(UnsupportedError, match="model_type 'mixtral' is not supported by karui's engine"):
-            quantize_to_bundle(str(tmp_path / "moe"), tmp_path / "out", method="rtn", spec="w4g32")
+        config = Gemma3TextConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                  num_key_value_heads=1, head_dim=16)  # fmt: skip
+        Gemma3ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+        with pytest.raises(UnsupportedError, match="model_type 'gemma3_text' is not supported by karui's engine"):
+            quantize_to_bundle(str(tmp_path / "gemma"), tmp_path / "out", method="rtn", spec="w4g32")
 
     def test_too_little_text(self, tiny_folder, tmp_path):
         short = tmp_path / "short.txt"

@@ -16,6 +16,7 @@ from karui.configs.manifest import MANIFEST_NAME, FileRecord, Manifest
 from karui.configs.quantspec import QuantSpec
 from karui.inference.bundle.layout import check_finite, check_parts, from_parts
 from karui.inference.bundle.writer import sha256_tensor
+from karui.inference.models.weights import canonical_name
 from karui.kernels.qtensor import QTensor
 
 Verify = Literal["full", "quick"]
@@ -226,7 +227,8 @@ class ModelFolder(Opened):
         self.path = self.tokenizer_path = path
         self.config = config
         self._files = files
-        names = files.names()
+        self._stored = {canonical_name(name): name for name in files.names()}
+        names = list(self._stored)
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
         if config.get("tie_word_embeddings") and embedding in names:
             if head in names and not torch.equal(files.read(head), files.read(embedding)):
@@ -239,9 +241,9 @@ class ModelFolder(Opened):
         return QuantSpec.parse("none")
 
     def packed(self, name: str) -> dict[str, torch.Tensor]:
-        if name not in self._files:
+        if name not in self._stored:
             raise KaruiError(f"{self.path} stores no tensor {name!r}.")
-        tensor = self._files.read(name)
+        tensor = self._files.read(self._stored[name])
         check_finite(name, tensor)
         return {"": tensor}
 

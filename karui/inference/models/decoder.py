@@ -1,4 +1,4 @@
-"""The reference runner: llama, mistral, qwen2 and qwen3 as one decoder over a dictionary of weights, in plain torch.
+"""The reference runner: all of `config.SUPPORTED` as one decoder over a dictionary of weights, in plain torch.
 
 Legend for shapes: T tokens in the step, S sequences, H hidden, A attention heads, G kv heads, D head_dim, C keys seen.
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from karui.configs.errors import KaruiError
+from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
 from karui.inference.cache.kv import KVStore, bytes_per_token
 from karui.inference.models.config import ModelConfig
@@ -120,6 +120,9 @@ class TorchRunner:
 
     def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None."""
+        expert = next((name for name in layers or {} if "expert" in name), None)
+        if expert is not None:
+            raise UnsupportedError(f"adapter module {expert!r}: adapters of experts are not run; adapt the attention only.")
         self._adapters.pop(slot, None)
         if layers is not None:
             self._adapters[slot] = {
@@ -160,11 +163,39 @@ class TorchRunner:
             assert self._kv is not None, "allocate() first"
             self._kv.write(i, slots, k, v)
             mixed = self._attention(i, q, positions, spans, padded)
-            x = x + self._linear(mixed.flatten(-2), p + "self_attn.o_proj", adapters)
+            mixed = mixed.flatten(-2)
+            if c.sub_norms:
+                mixed = self._norm(mixed, p + "self_attn.attn_sub_norm.weight")
+            x = x + self._linear(mixed, p + "self_attn.o_proj", adapters)
             h = self._norm(x, p + "post_attention_layernorm.weight")
-            gated = F.silu(self._linear(h, p + "mlp.gate_proj", adapters)) * self._linear(h, p + "mlp.up_proj", adapters)
-            x = x + self._linear(gated, p + "mlp.down_proj", adapters)
+            is_mixture = c.mixture is not None and c.mixture.layers[i]
+            x = x + (self._mixture(h, p + "mlp") if is_mixture else self._gated(h, p + "mlp", adapters))
         return x, torch.cat(aux, -1) if aux else None
+
+    def _gated(self, h: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
+        gate = self._linear(h, f"{module}.gate_proj", adapters)
+        gate = F.relu(gate).square() if self.config.activation == "relu2" else F.silu(gate)
+        gated = gate * self._linear(h, f"{module}.up_proj", adapters)
+        if self.config.sub_norms:
+            gated = self._norm(gated, f"{module}.ffn_sub_norm.weight")
+        return self._linear(gated, f"{module}.down_proj", adapters)
+
+    def _mixture(self, h: torch.Tensor, module: str) -> torch.Tensor:
+        """h [T, H] -> [T, H]: each token through its likeliest experts, weighed by the router's softmax over all of them."""
+        m = self.config.mixture
+        assert m is not None
+        share, chosen = self._linear(h, f"{module}.gate", {}).to(self._wide).softmax(-1).topk(m.per_token, -1)
+        if m.normalized:
+            share = share / share.sum(-1, keepdim=True)
+        out = torch.zeros_like(h)
+        for expert in chosen.unique().tolist():
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            y = self._gated(h[token], f"{module}.experts.{expert}", {})
+            out.index_add_(0, token, y * share[token, slot, None].to(h.dtype))
+        if m.shared_width:
+            gate = self._linear(h, f"{module}.shared_expert_gate", {}).sigmoid()
+            out = out + gate * self._gated(h, f"{module}.shared_expert", {})
+        return out
 
     def _attention(self, layer: int, q: torch.Tensor, positions: torch.Tensor, spans: list[_Span],
                    padded: _PaddedDecodes | None) -> torch.Tensor:

@@ -319,6 +319,8 @@ def unsuited(config: ModelConfig, device: torch.device) -> str:
     """Why `TritonRunner` cannot serve this model on this device, or an empty string."""
     if config.model_type not in MODELS:
         return f"model type {config.model_type}"
+    if config.beyond_llama:
+        return config.beyond_llama
     if config.head_dim > 256:
         return f"a head dimension of {config.head_dim}, more than 256"
     return obstacle(device)

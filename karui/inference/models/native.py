@@ -58,6 +58,8 @@ class NativeRunner:
                  isa: str | None = None) -> None:
         if config.head_dim > 512 or config.head_dim % 2:
             raise UnsupportedError(f"head_dim {config.head_dim} is not supported by the native kernels: even and at most 512.")
+        if config.beyond_llama:
+            raise UnsupportedError(f"the native kernels have no {config.beyond_llama}.")
         if threads is not None and threads < 1:
             raise KaruiError(f"threads must be at least 1, got {threads}.")
         self.config, self.threads, self.activation_bits = config, threads or default_threads(), activation_bits

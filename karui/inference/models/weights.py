@@ -13,6 +13,8 @@ from karui.kernels.qtensor import QTensor
 
 Weights = Mapping[str, QTensor | torch.Tensor]
 
+# Mixtral's files name an expert's linears as the paper does.
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # Old checkpoints store what the config already determines.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -29,8 +31,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, out, into, bias in (
             ("self_attn.q_proj", q, h, config.qkv_bias), ("self_attn.k_proj", kv, h, config.qkv_bias),
             ("self_attn.v_proj", kv, h, config.qkv_bias), ("self_attn.o_proj", h, q, config.o_bias),
-            ("mlp.gate_proj", f, h, config.mlp_bias), ("mlp.up_proj", f, h, config.mlp_bias),
-            ("mlp.down_proj", h, f, config.mlp_bias),
+            *_feed_forward(config, i),
         ):
             shapes[f"{layer}{name}.weight"] = (out, into)
             if bias:
@@ -39,7 +40,44 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}{name}.weight"] = (h,)
         if config.qk_norm:
             shapes[f"{layer}self_attn.q_norm.weight"] = shapes[f"{layer}self_attn.k_norm.weight"] = (d,)
+        if config.sub_norms:
+            shapes[f"{layer}self_attn.attn_sub_norm.weight"] = (q,)
+            shapes[f"{layer}mlp.ffn_sub_norm.weight"] = (f,)
     return shapes
+
+
+def _feed_forward(config: ModelConfig, layer: int) -> list[tuple[str, int, int, bool]]:
+    """(name within the layer, out, in, has a bias) of the linears behind the attention."""
+    h, m = config.hidden_size, config.mixture
+
+    def gated(where: str, f: int, bias: bool = False) -> list[tuple[str, int, int, bool]]:
+        return [(f"{where}.gate_proj", f, h, bias), (f"{where}.up_proj", f, h, bias), (f"{where}.down_proj", h, f, bias)]
+
+    if m is None or not m.layers[layer]:
+        return gated("mlp", config.intermediate_size, config.mlp_bias)
+    found = [("mlp.gate", m.experts, h, False), *(part for e in range(m.experts) for part in gated(f"mlp.experts.{e}", m.width))]
+    if m.shared_width:
+        found += [*gated("mlp.shared_expert", m.shared_width), ("mlp.shared_expert_gate", 1, h, False)]
+    return found
+
+
+def canonical_name(name: str) -> str:
+    """karui's name of a tensor: mixtral's files name experts otherwise than the other mixtures of transformers do."""
+    name = re.sub(r"block_sparse_moe\.experts\.(\d+)\.(w\d)\.", lambda m: f"mlp.experts.{m[1]}.{_MIXTRAL[m[2]]}.", name)
+    return name.replace("block_sparse_moe.gate.", "mlp.gate.")
+
+
+def canonical(weights: Weights) -> dict[str, QTensor | torch.Tensor]:
+    """The same tensors under karui's names; experts that are held as one tensor are taken apart (as views)."""
+    found: dict[str, QTensor | torch.Tensor] = {}
+    for name, w in ((canonical_name(n), w) for n, w in weights.items()):
+        parent, _, last = name.rpartition(".")
+        if isinstance(w, torch.Tensor) and w.ndim == 3 and last in ("gate_up_proj", "down_proj"):
+            parts = dict(zip(("gate_proj", "up_proj"), w.chunk(2, 1))) if last == "gate_up_proj" else {last: w}
+            found |= {f"{parent}.{e}.{part}.weight": one for part, all_ in parts.items() for e, one in enumerate(all_)}
+        else:
+            found[name] = w
+    return found
 
 
 def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | torch.Tensor]:
@@ -49,7 +87,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | 
     model may carry an `lm_head.weight`, but only one that equals its embedding.
     """
     shapes = expected_shapes(config)
-    given = {name: w for name, w in weights.items() if not _DERIVED.fullmatch(name)}
+    given = {name: w for name, w in canonical(weights).items() if not _DERIVED.fullmatch(name)}
     if config.tied and "lm_head.weight" in given:
         if not _same(given["lm_head.weight"], given.get("model.embed_tokens.weight")):
             raise CorruptError("lm_head.weight differs from model.embed_tokens.weight, but the config says they are tied "

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from karui.configs.errors import UnsupportedError
 from karui.trainers.stages.base import Stage
 
 if TYPE_CHECKING:
@@ -102,11 +101,6 @@ class BitNetStage(GridStage):
     def prepare(self, model: Any) -> Any:
         from karui.qat import bitnet
 
-        if self.step.sub_norms and self.context.recipe.export:
-            raise UnsupportedError(
-                f"{self.step.method}: the engine does not run models with sub-norms, so no bundle can be written; leave "
-                "sub_norms or the export out."
-            )
         self.blend = bitnet.Blend(0.0 if self.step.warmup else 1.0)
         if self.step.start == "scratch":
             model = bitnet.from_scratch(model)
