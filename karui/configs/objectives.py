@@ -145,6 +145,8 @@ class Eagle3Objective(Section):
     vocabulary: int = Field(4096, ge=16, description="most frequent tokens of the data that it can draft")
     intermediate: int | None = Field(None, ge=8, description="width of its feed-forward layer; null: the model's")
     soft: bool = Field(True, description="learn the model's distribution; false: its text")
+    states: Literal["model", "engine"] = Field(
+        "model", description="what computes the states; engine: as they are served, quantized by the run's prepare step")
     keep_states: bool = Field(False, description="keep the model's states in memory: later epochs do not run it")
     chunk_tokens: int = Field(128, ge=1)
 

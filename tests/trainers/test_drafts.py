@@ -28,7 +28,7 @@ def test_kept_states_spare_the_model_and_change_nothing_but_their_last_bits(kind
     monkeypatch.setattr(of_kind, "record", lambda self, *a: runs.append(1) or record(self, *a))
     run_recipe(make_recipe(objective={**KINDS[kind], "keep_states": True}, **options))
     assert losses(make_recipe()) == pytest.approx(wanted, rel=2e-3)
-    assert len(runs) == 24  # each document once: 20 to train on, 4 held out
+    assert len(runs) == 24 + (kind == "eagle3")  # each document once: 20 to train on, 4 held out; the first also scales the fusion
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,3 +70,31 @@ def test_a_draft_starts_where_its_model_reads(make_recipe):
 def test_an_adapter_is_merged_first(make_recipe):
     with pytest.raises(UnsupportedError, match="merge the adapter first"):
         make_objective(prepare(make_recipe(objective=KINDS["eagle3"])))
+
+
+def test_states_of_the_engine_are_the_models(make_recipe):
+    """On fp32 weights to the engine's cache format; on a grid those of the codes, which are not the original model's."""
+    tokens, positions = torch.arange(3, 40), torch.arange(37)
+    made = {}
+    for name, steps in (("plain", []), ("quantized", [{"method": "rtn", "spec": "w2g32"}])):
+        for states in ("model", "engine"):
+            draft = make_objective(prepare(make_recipe(prepare=steps, objective={**KINDS["eagle3"], "states": states, "chunk_tokens": 8})))
+            with torch.no_grad():
+                made[name, states] = draft.record(tokens, positions)
+    for name, tolerance in (("plain", 0.01), ("quantized", 0.05)):
+        for ours, theirs in list(zip(made[name, "engine"], made[name, "model"]))[:2]:
+            assert ours.shape == theirs.shape and (ours - theirs).norm() < tolerance * theirs.norm()
+    assert torch.equal(made["plain", "engine"][2], made["plain", "model"][2])
+    off = made["quantized", "engine"][1] - made["plain", "model"][1]
+    assert off.norm() > 0.2 * made["plain", "model"][1].norm()
+
+
+def test_fused_streams_start_at_unit_size(make_recipe):
+    made = make_objective(prepare(make_recipe(prepare=[], objective=KINDS["eagle3"])))
+    with torch.no_grad():
+        made.model.model.layers[0].mlp.down_proj.weight.mul_(50)  # streams of very different size
+        made._scale_fusion(prepare(make_recipe(prepare=[])).samples)
+        aux, _, _ = made.record(torch.arange(3, 40), torch.arange(37))
+        size = made.draft.fuse(aux).pow(2).mean(-1).sqrt().median()
+        parts = [(made.draft.fc.weight[:, i : i + 64] @ aux[:, i : i + 64].T).pow(2).mean().sqrt() for i in range(0, aux.shape[1], 64)]
+    assert 0.6 < size < 1.6 and len(parts) > 1 and max(parts) < 2 * min(parts)

@@ -44,7 +44,7 @@ class EngineSampler:
         self.spec, self.temperature, self.top_p = spec, temperature, top_p
         config = from_hf(base_model(model).config.to_dict())  # type: ignore[union-attr,operator]
         weights = dense_weights(model, spec)
-        runner = _runner(config, weights)
+        runner = make_runner(config, weights)
         self.engine = Engine(runner, None, eos_token_ids=list(end), max_context=max_context, max_sequences=max_sequences,
                              kv_dtype="float32" if spec.format == "none" else "auto")
         self.end = frozenset(end)
@@ -124,7 +124,8 @@ def _weight(module: nn.Module) -> torch.Tensor | None:
     return weight.detach() if isinstance(weight, torch.Tensor) else None
 
 
-def _runner(config: Any, weights: Mapping[str, Any]) -> Any:
+def make_runner(config: Any, weights: Mapping[str, Any]) -> Any:
+    """The fastest runner here for weights in memory: native on a CPU where it serves the model, else torch."""
     from karui.inference.models.decoder import TorchRunner
 
     if not torch.cuda.is_available():
