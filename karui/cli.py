@@ -117,19 +117,28 @@ def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
     gpu: Annotated[str, typer.Option(help="A100, L40S, H100, H200, B200, RTX 4090 or RTX 5090; it need not be there.")],
     overrides: Set = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    per_node: Annotated[int, typer.Option("--per-node", help="GPUs of a machine.")] = 8,
     method: Annotated[str | None, typer.Option(help="Plan this low precision in place of the recipe's, e.g. nvfp4.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens per micro-batch; default: the recipe's.")] = None,
     as_json: Json = None,
 ) -> None:
-    """Per layer: precision, what multiplies, padding, predicted speed-up and memory of low-precision training on a GPU."""
+    """Memory per rank for every way of spreading a run over GPUs; and of low precision, per layer, what it does there."""
     from karui.configs.recipe import Recipe
-    from karui.trainers import precision_plan as planning
+    from karui.trainers import precision_plan, rank_plan
 
-    result = planning.plan_recipe(Recipe.load(recipe, overrides or ()), gpu, tokens=tokens, method=method)
-    _table(list(planning.COLUMNS), planning.rows(result))
-    for line in planning.lines(result):
-        typer.echo(line)
-    _write_json(as_json, planning.as_json(result))
+    read = Recipe.load(recipe, overrides or ())
+    ranks = rank_plan.plan_ranks(read, gpu, nodes=nodes, per_node=per_node, tokens=tokens)
+    found = {"ranks": rank_plan.as_json(ranks)}
+    if method is not None or precision_plan.has_low_precision(read):
+        layers = precision_plan.plan_recipe(read, gpu, tokens=tokens, method=method)
+        _table(list(precision_plan.COLUMNS), precision_plan.rows(layers))
+        for line in precision_plan.lines(layers):
+            typer.echo(line)
+        found |= precision_plan.as_json(layers)
+    typer.echo(rank_plan.title(ranks))
+    _table(list(rank_plan.COLUMNS), rank_plan.rows(ranks))
+    _write_json(as_json, found)
 
 
 @app.command()

@@ -112,7 +112,12 @@ class RunSection(Section):
     )
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
     threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores")
-    sharding: Literal["auto", "none", "fsdp2"] = Field("auto", description="of parameters over ranks; auto: as it was launched")
+    sharding: Literal["auto", "none", "fsdp2", "zero1", "zero2", "zero3"] = Field(
+        "auto", description="of parameters and states over ranks; auto: as it was launched. zero: DeepSpeed's stages")
+    context_parallel: int = Field(1, ge=1, description="ranks that share the tokens of each batch, for samples too long for one")
+    checkpoint: Literal["whole", "sharded"] = Field(
+        "whole", description="whole: the first rank writes whole tensors; sharded: every rank writes its part")
+    timeout: int = Field(1800, ge=1, description="seconds that ranks wait for one another before the run is ended")
 
 
 class TrackSection(Section):

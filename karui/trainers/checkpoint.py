@@ -20,14 +20,18 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from karui.configs.errors import CorruptError, KaruiError
 from karui.configs.recipe import Recipe
+from karui.trainers import shards
 from karui.trainers.sharding import split_like, whole
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
 STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
@@ -35,10 +39,10 @@ FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 # what may change between a run and its continuation without changing what is computed
 _FREE = {"name", "track", "export", "eval", "run.output", "run.checkpoint_every", "run.keep", "run.eval_every", "run.log_every",
-         "data.workers"}
+         "run.checkpoint", "run.timeout", "data.workers"}
 # what changes only the order of floating-point sums
 _ROUNDING = {"optim.micro_tokens", "objective.chunk_tokens", "run.recompute", "run.threads", "run.sharding",
-             "data.packing"}
+             "run.context_parallel", "data.packing"}
 
 
 _LIKE_ITS_PARAMETER = {"exp_avg", "exp_avg_sq", "exp_root", "momentum_buffer", "variance", "state1", "state2"}
@@ -64,21 +68,59 @@ def write_checkpoint(run: Path, step: int, state: Mapping[str, Any], optimizer: 
         save_weights(scratch)
         save_file({k: v.detach().cpu().contiguous() for k, v in optimizer.items()}, str(scratch / OPTIMIZER))
         files = {p.relative_to(scratch).as_posix(): sha256(p) for p in sorted(scratch.rglob("*")) if p.is_file()}
-        whole = {"format": FORMAT, "step": step, "files": files, **state}
-        (scratch / STATE).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(scratch, final)
+        _complete(scratch, final, {"format": FORMAT, "step": step, "files": files, **state}, keep)
     except Exception as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        if not _is_io(error):
-            raise
-        older = list_checkpoints(run)
-        rest = f"{older[-1].name} is whole; make room and go on from it with --resume" if older else "make room and start again"
-        raise KaruiError(f"checkpoint at step {step} could not be written to {run}: {error}; {rest}.") from error
-    for old in list_checkpoints(run)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        raise _unwritten(run, step, error) from error
     return final
+
+
+def write_sharded(run: Path, step: int, state: Mapping[str, Any], held: dict[str, torch.Tensor],
+                  save_rest: Callable[[Path], None], keep: int, accelerator: Accelerator) -> None:
+    """As `write_checkpoint`, every rank writing its part of `held` (`shards.tensors`); `run` is a folder that all ranks see."""
+    from accelerate.utils import gather_object
+
+    final = run / f"checkpoint-{step:06d}"
+    scratch = run / f".{final.name}.tmp"
+    main = accelerator.is_main_process
+    if main:
+        shutil.rmtree(scratch, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    try:
+        (scratch / shards.FOLDER).mkdir(parents=True, exist_ok=True)
+        shards.write(scratch, held)
+        own = (scratch / shards.FOLDER).glob(f"shard-{accelerator.process_index + 1:05d}-*")
+        parts = gather_object([{p.relative_to(scratch).as_posix(): sha256(p) for p in own}])
+        if main:
+            save_rest(scratch)
+            files = {p.name: sha256(p) for p in sorted(scratch.glob("*")) if p.is_file()}
+            for part in parts:
+                files |= part
+            _complete(scratch, final, {"format": FORMAT, "step": step, "files": files, **state}, keep)
+    except Exception as error:
+        if main:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise _unwritten(run, step, error) from error
+    accelerator.wait_for_everyone()
+
+
+def _complete(scratch: Path, final: Path, state: Mapping[str, Any], keep: int) -> None:
+    """Write the state, give the folder its name, and remove what is older than the newest `keep`."""
+    (scratch / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(scratch, final)
+    for old in list_checkpoints(final.parent)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _unwritten(run: Path, step: int, error: Exception) -> Exception:
+    """What to raise when a checkpoint could not be written: a disk's error with what to do, any other as it is."""
+    if not _is_io(error):
+        return error
+    older = list_checkpoints(run)
+    rest = f"{older[-1].name} is whole; make room and go on from it with --resume" if older else "make room and start again"
+    return KaruiError(f"checkpoint at step {step} could not be written to {run}: {error}; {rest}.")
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -105,7 +147,7 @@ def find_checkpoint(source: str | Path) -> Path:
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The state and the optimizer's tensors, after every file's hash was checked.
+    """The state and the optimizer's tensors (none of a sharded checkpoint), after every file's hash was checked.
 
     Raises:
         CorruptError: a file is missing, cut short or changed, or the format is newer than this version reads.
@@ -124,12 +166,14 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
         raise CorruptError(f"{folder} has checkpoint format {number}, this version reads up to {FORMAT}; update karui.")
     for name, digest in files.items():
         path = folder / name
-        if path.resolve().parent != folder.resolve():
+        if not path.resolve().is_relative_to(folder.resolve()):
             raise CorruptError(f"{folder / STATE} names a file outside of its folder: {name!r}.")
         if not path.is_file():
             raise CorruptError(f"{path} is missing. {advice}")
         if sha256(path) != digest:
             raise CorruptError(f"{path} was cut short or changed: its hash is not the one in {STATE}. {advice}")
+    if (folder / shards.FOLDER).is_dir():
+        return state, {}
     try:
         return state, load_file(str(folder / OPTIMIZER))
     except (SafetensorError, OSError) as error:
@@ -179,18 +223,26 @@ def restore_optimizer(
         CorruptError: names or shapes do not fit the model.
     """
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    by_name: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        kind, _, name = key.partition("/")
-        if name not in trained or (kind in _LIKE_ITS_PARAMETER and value.shape != trained[name].shape):
-            raise CorruptError(f"{source}: optimizer state {key!r} {tuple(value.shape)} fits no trained parameter of this model.")
-        by_name.setdefault(name, {})[kind] = value
-    if tensors and (missing := sorted(set(trained) - set(by_name))):
-        raise CorruptError(f"{source}: {len(missing)} trained parameters have no optimizer state, first {missing[0]!r}.")
+    by_name = by_parameter(tensors, {n: p.shape for n, p in trained.items()}, source)
     foreign = type(optimizer).__module__.startswith("bitsandbytes")  # it counts steps in a plain number
     for name, kinds in by_name.items():
         parameter = trained[name]
         optimizer.state[parameter] = {k: _placed(k, v, parameter, foreign) for k, v in kinds.items()}
+
+
+def by_parameter(
+    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], source: str
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's tensors by parameter and kind; see `restore_optimizer`."""
+    by_name: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        if name not in shapes or (kind in _LIKE_ITS_PARAMETER and value.shape != shapes[name]):
+            raise CorruptError(f"{source}: optimizer state {key!r} {tuple(value.shape)} fits no trained parameter of this model.")
+        by_name.setdefault(name, {})[kind] = value
+    if tensors and (missing := sorted(set(shapes) - set(by_name))):
+        raise CorruptError(f"{source}: {len(missing)} trained parameters have no optimizer state, first {missing[0]!r}.")
+    return by_name
 
 
 def _placed(kind: str, value: torch.Tensor, parameter: torch.Tensor, plain_step: bool) -> Any:
@@ -244,9 +296,10 @@ def sha256(path: Path) -> str:
 
 
 def _is_io(error: Exception) -> bool:
-    """Disk errors come as OSError from Python and as SafetensorError("I/O error ...") from the safetensors library."""
-    foreign = type(error).__name__ == "SafetensorError" and ("I/O" in str(error) or "No space left" in str(error))
-    return isinstance(error, OSError) or foreign
+    """Disk errors come as OSError from Python, as SafetensorError("I/O error ...") from the safetensors library, and within what
+    torch.distributed.checkpoint gathered from the ranks."""
+    foreign = type(error).__name__ in ("SafetensorError", "CheckpointException")
+    return isinstance(error, OSError) or foreign and ("I/O" in str(error) or "No space left" in str(error))
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:

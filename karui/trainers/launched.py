@@ -28,15 +28,9 @@ def resolve_precision(recipe: Recipe, environment: Mapping[str, str], *, cuda: b
         cuda: what is not in FP8 then runs under bf16 autocast (as accelerate has it); on a CPU in the weights' own dtype.
 
     Raises:
-        UnsupportedError: DeepSpeed's engine, or an FP8 backend that nothing here stands for.
+        UnsupportedError: an FP8 backend that nothing here stands for.
     """
     low = [step for step in recipe.prepare if isinstance(step, LowPrecisionStep)]
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
-        raise UnsupportedError(
-            "DeepSpeed's engine owns backward pass, clipping and optimizer step, which karui's loop"
-            + (" and the scales of low-precision linears need" if low else " needs")
-            + " to see. Launch with accelerate launch --multi_gpu, or use run.sharding: fsdp2, which splits what ZeRO-3 splits."
-        )
     launched = environment.get("ACCELERATE_MIXED_PRECISION", "").lower()
     if launched != "fp8" and recipe.run.precision != "fp8":
         if launched in ("bf16", "fp16") and launched != recipe.run.precision:

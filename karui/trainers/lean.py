@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from karui.kernels.document_attention import document_attention
+from karui.kernels.document_attention import document_attention, rotate
 from karui.kernels.rms_norm import rms_norm
 from karui.kernels.swiglu import swiglu
+from karui.trainers.context import context_attention
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,11 @@ class LeanAttention:
         if hasattr(m, "q_norm"):
             q, k = m.q_norm(q), m.k_norm(k)
         cosine, sine = position_embeddings
-        out = document_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents, m.scaling,
+        if (context := kwargs.get("context_rows")) is not None:
+            q, k = (rotate(x.transpose(1, 2), cosine, sine) for x in (q, k))
+            out = context_attention(q, k, v.transpose(1, 2), documents, m.scaling, context)
+        else:
+            out = document_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents, m.scaling,
                                  shared=kwargs.get("shared_prefix", False), rotary=(cosine[0], sine[0]))
         out = out.reshape(*hidden_states.shape[:-1], -1)
         rows = kwargs.get("attended_rows")

@@ -22,11 +22,12 @@ from torch import nn
 
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
+from karui.trainers.context import data_ranks
 from karui.trainers.data import PackedBatch, SampleSet, collate, plan_epoch
 from karui.trainers.progress import Progress, memory_bytes
 from karui.trainers.schedule import learning_rate
 from karui.trainers.sharding import is_sharded
-from karui.trainers.step import accumulate, clip
+from karui.trainers.step import accumulate, update
 from karui.trainers.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Loop:
 
     Attributes:
         module: `LossSum` as the accelerator prepared it.
-        optimizer: prepared, over the trained parameters.
+        optimizer: prepared, over the trained parameters; or a `ZeroOptimizer`.
         samples, held_out: training and evaluation samples; no evaluation without held_out.
         total: optimizer steps of the whole run.
         save: called with the state when a checkpoint is due; on every rank.
@@ -134,16 +135,13 @@ class Loop:
         objective.before_step(state.step, self.total)
         epoch = self.micros(state.step)[0]
         micros = objective.batches(state.step, lambda at: self.micros(at)[1])
-        gradient = accumulate(self.accelerator, self.module, micros)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = clip(self.accelerator, parameters, recipe.optim.clip or math.inf)
+        gradient = accumulate(self.accelerator, self.module, micros, self.optimizer, sharing=recipe.run.context_parallel)
         faults = [fault for stage in self.stages for fault in stage.faults()]
-        finite = math.isfinite(gradient.loss) and math.isfinite(norm) and not faults
-        if finite:
-            self.optimizer.step()
+        usable = math.isfinite(gradient.loss) and not faults
+        norm = update(self.accelerator, self.optimizer, recipe.optim.clip, usable=usable)
+        finite = usable and math.isfinite(norm)
         for stage in self.stages:
             stage.after_step(skipped=not finite)
-        self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.tokens += gradient.num_tokens
         state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
@@ -182,14 +180,15 @@ class Loop:
 
     def micros(self, step: int) -> tuple[float, list[PackedBatch]]:
         """Position in epochs, and this rank's micro-batches of an optimizer step."""
-        recipe, accelerator = self.recipe, self.accelerator
+        recipe = self.recipe
+        rank, world = data_ranks(recipe, self.accelerator)
         steps_per_epoch = math.ceil(len(self.samples) / recipe.optim.batch)
         epoch, at = divmod(step, steps_per_epoch)
         if self._plan is None or self._plan[0] != epoch:
             self._plan = epoch, plan_epoch(
                 self.samples.lengths, batch=recipe.optim.batch, micro_tokens=recipe.optim.micro_tokens,
-                rank=accelerator.process_index, world=accelerator.num_processes, seed=recipe.run.seed, epoch=epoch,
-                shuffle=recipe.data.shuffle, packing=recipe.data.packing, window=recipe.data.shuffle_window,
+                rank=rank, world=world, seed=recipe.run.seed, epoch=epoch, shuffle=recipe.data.shuffle,
+                packing=recipe.data.packing, window=recipe.data.shuffle_window,
             )
         batches = [collate([self.samples[i] for i in micro]) for micro in self._plan[1][at]]
         return step / steps_per_epoch, batches
@@ -199,19 +198,20 @@ class Loop:
         """Mean held-out loss per supervised token, over all ranks; samples are sorted by length and packed."""
         assert self.held_out is not None
         recipe, accelerator = self.recipe, self.accelerator
+        rank, world = data_ranks(recipe, accelerator)
         loss = accelerator.unwrap_model(self.module)
         was_training = loss.training
         loss.eval()
         plan = plan_epoch(self.held_out.lengths, batch=len(self.held_out), micro_tokens=recipe.optim.micro_tokens,
-                          rank=accelerator.process_index, world=accelerator.num_processes, shuffle=False,
-                          packing=recipe.data.packing)
+                          rank=rank, world=world, shuffle=False, packing=recipe.data.packing)
         total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         for micro in plan[0]:
             batch = collate([self.held_out[i] for i in micro]).to(accelerator.device)
-            if batch.num_supervised or is_sharded(loss):  # ranks that hold parts of the model go through it together
+            # ranks that hold parts of the model, or of the batch, go through it together
+            if batch.num_supervised or is_sharded(loss) or recipe.run.context_parallel > 1:
                 with accelerator.autocast():
                     total[0] += loss.of(batch).double()
-                total[1] += batch.num_supervised
+                total[1] += batch.num_supervised / recipe.run.context_parallel
         total = accelerator.reduce(total, "sum")
         loss.train(was_training)
         mean = float(total[0] / total[1])

@@ -19,6 +19,7 @@ from karui.configs.recipe import ModelSection
 from karui.kernels.cross_entropy import linear_cross_entropy
 from karui.kernels.document_attention import document_attention
 from karui.trainers.compact import compact
+from karui.trainers.context import ContextGroup, context_attention, split
 from karui.trainers.data import IGNORE, PackedBatch
 from karui.trainers.lean import check_window, install_lean_ops, keeps_rows
 
@@ -99,6 +100,8 @@ def _attention(
     check_window(cu_seqlens, kwargs.get("sliding_window"))
     if dropout:
         raise UnsupportedError("attention dropout is not supported; set attention_dropout to 0 in the model's config.")
+    if (rows := kwargs.get("context_rows")) is not None:
+        return context_attention(query, key, value, cu_seqlens, scaling or query.shape[-1] ** -0.5, rows), None
     shared = kwargs.get("shared_prefix", False)
     return document_attention(query, key, value, cu_seqlens, scaling or query.shape[-1] ** -0.5, shared=shared), None
 
@@ -109,7 +112,12 @@ class LossSum(nn.Module):
     Args:
         model: a causal LM or a peft model around one, loaded with `attn_implementation="karui_documents"`.
         chunk: supervised tokens whose logits exist at one moment.
+
+    Attributes:
+        context: the ranks that share a batch, set by a run with `run.context_parallel`; the loss is then of this rank's rows.
     """
+
+    context: ContextGroup | None = None
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
         super().__init__()
@@ -119,16 +127,23 @@ class LossSum(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
+        if self.context is not None:
+            tokens, positions, cu_seqlens, targets, rows = split(self.context, tokens, positions, cu_seqlens, targets)
+            return self._loss(tokens, positions, cu_seqlens, targets, {"context_rows": rows})
         row = compact(tokens, positions, cu_seqlens, targets)
-        rows = (row.targets != IGNORE).nonzero().squeeze(-1)
+        extra = {"shared_prefix": True} if row.shared else {}
+        return self._loss(row.tokens, row.positions, row.cu_seqlens, row.targets, extra)
+
+    def _loss(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor,
+              extra: dict[str, Any]) -> torch.Tensor:
+        rows = (targets != IGNORE).nonzero().squeeze(-1)
         inner = base_model(self.model)
-        extra: dict[str, Any] = {"shared_prefix": True} if row.shared else {}
         if kept := len(rows) > 0 and keeps_rows(inner):
-            extra["loss_rows"] = rows
-        hidden = self._body(row.tokens, row.positions, row.cu_seqlens, **extra)
+            extra = {**extra, "loss_rows": rows}
+        hidden = self._body(tokens, positions, cu_seqlens, **extra)
         head = inner.get_output_embeddings().weight  # type: ignore[operator]
         picked = hidden if kept else hidden.index_select(0, rows)
-        return linear_cross_entropy(picked, head.to(picked.dtype), row.targets[rows], self.chunk)[0]
+        return linear_cross_entropy(picked, head.to(picked.dtype), targets[rows], self.chunk)[0]
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """The body's last hidden states [T, H] of a ragged row."""

@@ -52,6 +52,15 @@ class PrecisionPlan:
         return sum(x.high_seconds for x in self.layers) / sum(x.seconds for x in self.layers)
 
 
+def _step(recipe: Recipe) -> LowPrecisionStep | None:
+    return next((s for s in recipe.prepare if isinstance(s, LowPrecisionStep)), None)
+
+
+def has_low_precision(recipe: Recipe) -> bool:
+    """Whether a recipe has a step to plan."""
+    return _step(recipe) is not None
+
+
 def plan_recipe(recipe: Recipe, gpu: str, *, tokens: int | None = None, method: str | None = None) -> PrecisionPlan:
     """Plan a recipe's low-precision step.
 
@@ -68,7 +77,7 @@ def plan_recipe(recipe: Recipe, gpu: str, *, tokens: int | None = None, method: 
     from karui.trainers.model import weights_folder
 
     card = find_gpu(gpu)
-    step = next((s for s in recipe.prepare if isinstance(s, LowPrecisionStep)), None)
+    step = _step(recipe)
     if method is not None:
         precision = Precision.parse(method)
     elif step is not None:

@@ -79,19 +79,33 @@ def run_recipe(
     """
     import torch
 
-    from karui.trainers import checkpoint as ckpt
-    from karui.trainers import sharding, tracking
-    from karui.trainers.data import total_steps
     from karui.trainers.launched import resolve_precision
+    from karui.trainers.ranks import together
+
+    recipe = resolve_precision(recipe, os.environ, cuda=torch.cuda.is_available())
+    accelerator = _make_accelerator(recipe)
+    _set_threads(recipe, accelerator)
+    with together(recipe, accelerator):
+        return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker)
+
+
+def _run(
+    recipe: Recipe, accelerator: Accelerator, *, resume: bool | str | Path | None, dry_run: bool, setup: Setup | None,
+    hold_tracker: bool,
+) -> RunResult:  # fmt: skip
+    import torch
+
+    from karui.trainers import checkpoint as ckpt
+    from karui.trainers import shards, tracking
+    from karui.trainers.context import make_group
+    from karui.trainers.data import total_steps
     from karui.trainers.loop import Loop, LoopState
     from karui.trainers.model import enable_recompute
     from karui.trainers.objectives import make_objective
     from karui.trainers.progress import make_progress, peak_memory_bytes
+    from karui.trainers.spread import spread
 
-    recipe = resolve_precision(recipe, os.environ, cuda=torch.cuda.is_available())
     folder = recipe.output
-    accelerator = _make_accelerator(recipe)
-    _set_threads(recipe, accelerator)
     main = accelerator.is_main_process
     if resume == "auto":
         resume = bool(ckpt.list_checkpoints(folder))
@@ -103,20 +117,23 @@ def run_recipe(
     setup = setup or prepare(recipe)
     loss = setup.objective = make_objective(setup)
     _check_isolation(recipe, loss, setup)
+    loss.context = make_group(recipe, accelerator)
     if recipe.run.recompute == "full":
         enable_recompute(setup.model)
     state = LoopState()
     if start is not None:
         stored, tensors = ckpt.read_checkpoint(start)
         ckpt.check_belongs(stored, recipe, base=setup.base, data=setup.data, source=str(start))
-        load_weights(setup, start)
+        load_weights(setup, start, sharded=(start / shards.FOLDER).is_dir())
         state = LoopState(**stored["loop"])
     loss.to(accelerator.device)
-    module, optimizer, inner = _spread(recipe, accelerator, loss, setup.stages)
+    laid = spread(recipe, accelerator, loss, lambda: make_optimizer(recipe, loss, setup.stages), setup.stages)
     for stage in setup.stages:
-        stage.attach(inner)
-    if start is not None:
-        ckpt.restore_optimizer(inner, loss, tensors, str(start))
+        stage.attach(laid.inner)
+    if start is not None and (start / shards.FOLDER).is_dir():
+        shards.read(start, loss, laid.inner, adapter=setup.is_adapter)
+    elif start is not None:
+        laid.restore(tensors, str(start))
     if main:
         _open_folder(folder, recipe, keep_steps=state.step if start is not None else None)
     accelerator.wait_for_everyone()
@@ -124,16 +141,19 @@ def run_recipe(
     def save(now: LoopState) -> None:
         from accelerate.utils import gather_object
 
-        states = gather_object([ckpt.rng_state()])
-        moments = ckpt.optimizer_tensors(inner, loss)
-        with sharding.gathered(loss, frozen=not setup.is_adapter):
+        facts = {"loop": vars(now), "recipe": recipe.dump(), "base": setup.base, "data": setup.data,
+                 "rng": gather_object([ckpt.rng_state()]), "world": accelerator.num_processes, "total": total,
+                 "torch": torch.__version__}  # fmt: skip
+        if recipe.run.checkpoint == "sharded":
+            held = shards.tensors(loss, laid.inner, adapter=setup.is_adapter)
+            ckpt.write_sharded(folder, now.step, facts, held, lambda scratch: save_extras(setup, scratch), recipe.run.keep,
+                               accelerator)  # fmt: skip
+            return
+        moments = laid.moments()
+        with laid.gathered(frozen=not setup.is_adapter):
             if main:
-                ckpt.write_checkpoint(
-                    folder, now.step,
-                    {"loop": vars(now), "recipe": recipe.dump(), "base": setup.base, "data": setup.data, "rng": states,
-                     "world": accelerator.num_processes, "total": total, "torch": torch.__version__},
-                    moments, lambda scratch: save_weights(setup, scratch), recipe.run.keep,
-                )
+                ckpt.write_checkpoint(folder, now.step, facts, moments, lambda scratch: save_weights(setup, scratch),
+                                      recipe.run.keep)  # fmt: skip
         accelerator.wait_for_everyone()
 
     total = total_steps(len(setup.samples), batch=recipe.optim.batch, epochs=recipe.optim.epochs, steps=recipe.optim.steps)
@@ -146,7 +166,7 @@ def run_recipe(
     if main and accelerator.trackers:
         tracker.config({"preflight": _preflight_facts(recipe, setup, accelerator.num_processes)})
     progress = make_progress(total, done=state.step, show=main, log_every=recipe.run.log_every)
-    loop = Loop(recipe=recipe, accelerator=accelerator, module=module, optimizer=optimizer, samples=setup.samples,
+    loop = Loop(recipe=recipe, accelerator=accelerator, module=laid.module, optimizer=laid.optimizer, samples=setup.samples,
                 held_out=setup.held_out, total=total, folder=folder, progress=progress, tracker=tracker, save=save,
                 stages=setup.stages, state=state)
     try:
@@ -162,15 +182,14 @@ def run_recipe(
             progress.note(f"stopped by {loop.interrupted} after step {state.step} of {total}, checkpoint written; "
                           f"to go on: the same command with --resume")
         else:
-            with sharding.gathered(loss, frozen=not setup.is_adapter):
+            with laid.gathered(frozen=not setup.is_adapter):
                 if main:
                     _finish(setup, folder, metrics)
         accelerator.wait_for_everyone()
     except BaseException:
         tracker.finish()
         raise
-    finally:
-        tracker.leave()  # after the last barrier: what follows is the first rank's alone
+    tracker.leave()  # after the last barrier: what follows is the first rank's alone
     if not hold_tracker:
         tracker.finish()
     final = None if loop.interrupted else folder / "final"
@@ -180,18 +199,22 @@ def run_recipe(
 
 def _make_accelerator(recipe: Recipe) -> Accelerator:
     """The accelerator of this process, as the recipe and the launch say; refuses a way of launching that is not supported."""
+    from datetime import timedelta
+
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-    from karui.trainers import tracking
+    from karui.trainers import tracking, zero
 
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision=recipe.run.precision,
-        log_with=tracking.tracker_names(recipe) or None,
-        project_dir=str(recipe.output),
-    )
+    with zero.taken_from(os.environ):
+        accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision=recipe.run.precision,
+            log_with=tracking.tracker_names(recipe) or None,
+            project_dir=str(recipe.output),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=recipe.run.timeout))],
+        )
     if accelerator.distributed_type not in (
         DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP
     ):
@@ -201,22 +224,6 @@ def _make_accelerator(recipe: Recipe) -> Accelerator:
             f"[--set run.sharding=fsdp2]."
         )
     return accelerator
-
-
-def _spread(recipe: Recipe, accelerator: Accelerator, loss: Any, stages: Sequence[Stage]) -> tuple[Any, Any, Any]:
-    """(what the loop calls, its optimizer, torch's own optimizer in it): alone, under DDP, or split over the ranks."""
-    from karui.trainers import sharding
-
-    split = sharding.wanted(recipe, accelerator)
-    if split and recipe.optim.name != "adamw":
-        raise UnsupportedError(f"optim.name {recipe.optim.name} takes no parameters that are split over ranks; use adamw, or "
-                               f"run.sharding: none.")
-    if split:
-        sharding.shard(loss, accelerator)
-        optimizer = make_optimizer(recipe, loss, stages)
-        return loss, optimizer, optimizer
-    module, optimizer = accelerator.prepare(loss, make_optimizer(recipe, loss, stages))
-    return module, optimizer, optimizer.optimizer
 
 
 @dataclass(kw_only=True)
@@ -306,12 +313,17 @@ def _adapter_stage(setup: Setup) -> Stage | None:
 
 def save_weights(setup: Setup, folder: Path) -> None:
     """The adapter or the whole model, and what the stages keep beside it, into an existing folder."""
-    from safetensors.torch import save_file
-
     if stage := _adapter_stage(setup):
         stage.save(setup.model, folder)
     else:
         setup.model.save_pretrained(str(folder), safe_serialization=True)
+    save_extras(setup, folder)
+
+
+def save_extras(setup: Setup, folder: Path) -> None:
+    """What stages and objective keep beside the weights, into an existing folder."""
+    from safetensors.torch import save_file
+
     tensors = {f"{i}/{k}": v.detach().cpu().clone() for i, s in enumerate(setup.stages) for k, v in s.state().items()}
     if tensors:
         save_file(tensors, str(folder / STAGES))
@@ -319,11 +331,13 @@ def save_weights(setup: Setup, folder: Path) -> None:
         save_file({k: v.detach().cpu().contiguous() for k, v in own.items()}, str(folder / OBJECTIVE))
 
 
-def load_weights(setup: Setup, folder: Path) -> None:
-    """Put a checkpoint's weights, and what the stages kept, into the run."""
+def load_weights(setup: Setup, folder: Path, *, sharded: bool = False) -> None:
+    """Put a checkpoint's weights (unless they are `sharded`, which are read later), and what the stages kept, into the run."""
     from safetensors.torch import load_file
 
-    if stage := _adapter_stage(setup):
+    if sharded:
+        pass
+    elif stage := _adapter_stage(setup):
         stage.restore(setup.model, folder)
     else:
         from karui.trainers.checkpoint import load_full

@@ -38,8 +38,9 @@ def wanted(recipe: Recipe, accelerator: Accelerator) -> bool:
     version = getattr(plugin, "fsdp_version", None) or int(os.environ.get("FSDP_VERSION", "2"))
     if launched and version != 2:
         raise UnsupportedError(f"the accelerate configuration asks for FSDP version {version}; set fsdp_version: 2.")
-    if recipe.run.sharding == "none" and launched:
-        raise KaruiError("run.sharding is none, but the run was launched with FSDP; leave it at auto, or launch without FSDP.")
+    if recipe.run.sharding not in ("auto", "fsdp2") and launched:
+        raise KaruiError(f"run.sharding is {recipe.run.sharding}, but the run was launched with FSDP; leave it at auto, or "
+                         "launch without FSDP.")
     return accelerator.num_processes > 1 and (launched or recipe.run.sharding == "fsdp2")
 
 
@@ -57,13 +58,13 @@ def shard(loss: nn.Module, accelerator: Accelerator) -> None:
     offload = (asked is True or isinstance(asked, CPUOffloadPolicy)) and accelerator.device.type != "cpu"
     reshard = getattr(plugin, "reshard_after_forward", True)
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
-    for layer in _layers(loss):
+    for layer in decoder_layers(loss):
         fully_shard(layer, reshard_after_forward=bool(reshard), **options)
     # the root's own parameters are needed again at once, by the backward pass of the head
     fully_shard(loss, reshard_after_forward=False, **options)
 
 
-def _layers(loss: Any) -> list[nn.Module]:
+def decoder_layers(loss: Any) -> list[nn.Module]:
     body = base_model(loss.model).get_decoder()  # type: ignore[operator]
     layers = getattr(body, "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -72,7 +73,8 @@ def _layers(loss: Any) -> list[nn.Module]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    return hasattr(module, "set_requires_gradient_sync")
+    """Split by FSDP2, or by ZeRO 3: ranks that hold parts of a model go through it together."""
+    return hasattr(module, "set_requires_gradient_sync") or any(hasattr(p, "ds_id") for p in module.parameters())
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
@@ -98,7 +100,7 @@ def gathered(module: nn.Module, *, frozen: bool) -> Iterator[None]:
         frozen: also those that are not trained; else they stay split, and must not be touched.
     """
     for unit in module.modules():
-        if is_sharded(unit):
+        if hasattr(unit, "reshard"):
             unit.reshard()  # type: ignore[operator]  # an evaluation leaves the root gathered
     main = int(os.environ.get("RANK", "0")) == 0
     held: list[tuple[nn.Module, str, nn.Parameter]] = []

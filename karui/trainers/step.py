@@ -6,6 +6,7 @@ ranks (where averaging per micro-batch is the field's classic error: transformer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 
 from karui.trainers.data import PackedBatch
-from karui.trainers.sharding import is_sharded, whole
+from karui.trainers.sharding import whole
+from karui.trainers.zero import ZeroOptimizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,18 +38,21 @@ class StepGradient:
     num_tokens: int
 
 
-def accumulate(accelerator: Accelerator, module: nn.Module, micros: Sequence[PackedBatch]) -> StepGradient:
-    """Run all micro-batches of this rank and leave the step's mean gradient in `.grad`.
+def accumulate(
+    accelerator: Accelerator, module: nn.Module, micros: Sequence[PackedBatch], optimizer: Any = None, *, sharing: int = 1
+) -> StepGradient:
+    """Run all micro-batches of this rank and leave the step's mean gradient in `.grad`, or with a `ZeroOptimizer`.
 
     Args:
         module: `LossSum`, prepared by the accelerator (DDP averages gradients over ranks, which is undone here).
         micros: the same number on every rank; a filler has no supervised tokens.
+        sharing: ranks that have the same micro-batches, each computing a part of them.
     """
     device = accelerator.device
     counts = torch.tensor([sum(b.num_supervised for b in micros), sum(b.num_tokens for b in micros if b.num_samples)],
                           dtype=torch.int64, device=device)
     counts = accelerator.reduce(counts, "sum")
-    supervised, tokens = int(counts[0]), int(counts[1])
+    supervised, tokens = int(counts[0]) // sharing, int(counts[1]) // sharing
     factor = accelerator.num_processes / max(1, supervised)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for at, batch in enumerate(micros):
@@ -57,17 +62,32 @@ def accumulate(accelerator: Accelerator, module: nn.Module, micros: Sequence[Pac
             with accelerator.autocast():
                 loss_sum = module(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
             total += loss_sum.detach().double()
-            accelerator.backward(loss_sum * factor)
+            if isinstance(optimizer, ZeroOptimizer):
+                optimizer.backward(loss_sum * factor, last=last)
+            else:
+                accelerator.backward(loss_sum * factor)
     total = accelerator.reduce(total, "sum")
     return StepGradient(loss=float(total) / max(1, supervised), num_supervised=supervised, num_tokens=tokens)
 
 
 def _summing(accelerator: Accelerator, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
     """Gradients are summed over ranks with the last micro-batch only."""
-    if is_sharded(module):
+    if hasattr(module, "set_requires_gradient_sync"):
         module.set_requires_gradient_sync(last)  # type: ignore[operator]
         return nullcontext()
-    return nullcontext() if last else accelerator.no_sync(module)
+    own = not last and hasattr(module, "no_sync") and not hasattr(module, "zero_optimization_stage")  # DDP; the engine sees to it
+    return accelerator.no_sync(module) if own else nullcontext()
+
+
+def update(accelerator: Accelerator, optimizer: Any, limit: float | None, *, usable: bool) -> float:
+    """Clip the gradient and step, unless the step is not `usable` or its gradient not finite; the norm before clipping."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.update(usable=usable)
+    norm = clip(accelerator, [p for group in optimizer.param_groups for p in group["params"]], limit or math.inf)
+    if usable and math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def clip(accelerator: Accelerator, parameters: Sequence[torch.Tensor], limit: float) -> float:

@@ -1,113 +1,133 @@
-"""End to end with two CPU processes (gloo): DDP and FSDP2 train as one process does, and leave files that any number goes on from."""
+"""End to end with two CPU processes (gloo): FSDP2 and context parallelism train as one process does, and any number of ranks goes on."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
-from karui.trainers.loop import read_log
+from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.trainers.run import run_recipe
+from tests.trainers.launching import OPTIM, PREPARE, forget_after, job, launch, losses, weights
 
-ROOT = Path(__file__).resolve().parents[2]
-OPTIM = {"lr": 5e-3, "batch": 6, "steps": 4, "micro_tokens": 64}
-PREPARE = {
-    "full": [],
-    "lora": [{"method": "lora", "rank": 4, "alpha": 8}],
-    "qlora": [{"method": "qlora", "rank": 4, "alpha": 8}],
-}
+KINDS = ("full", "lora", "qlora", "qat")
 
 
-def launch(recipe, *arguments, processes=2, env=None):
-    """The run in `processes` ranks, as torchrun starts them."""
-    path = recipe.output.parent / "recipe.json"
-    path.write_text(json.dumps(recipe.dump()))
-    code = recipe.output.parent / "launch.py"
-    code.write_text("import sys, json\nfrom karui.configs.recipe import Recipe\nfrom karui.trainers.run import run_recipe\n"
-                    "run_recipe(Recipe.build(json.load(open(sys.argv[1]))), resume=len(sys.argv) > 2)\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), str(code),
-               str(path), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, capture_output=True,
-                          text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[:3000]
+@pytest.fixture
+def recipe_at(make_recipe, tmp_path):
+    def make(kind, where, **run):
+        return make_recipe(prepare=PREPARE[kind], optim=OPTIM,
+                           run={"output": str(tmp_path / where), "checkpoint_every": 2, "keep": 4, **run})
+
+    return make
 
 
-def losses(folder):
-    return [r["loss"] for r in read_log(folder) if "loss" in r]
+def agree(one, other, where):
+    assert losses(one) == pytest.approx(losses(other), abs=2e-6), where
+    torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=2e-5, msg=lambda m: f"{where}: {m}")
 
 
-def weights(folder):
-    return load_file(str(next((folder / "final").glob("*model.safetensors"))))
+def run_to(recipe, step):
+    """One process, killed right after `step`."""
+    folder = run_recipe(recipe.model_copy(update={"run": recipe.run.model_copy(update={"sharding": "auto"})})).folder
+    forget_after(folder, step)
 
 
-def same(a, b, tolerance):
-    assert set(a) == set(b)
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=tolerance)
+def test_fsdp2_trains_as_one_process_does_and_goes_on_from_one_rank_to_two_and_back(recipe_at, tmp_path):
+    alone = {kind: run_recipe(recipe_at(kind, f"{kind}-alone")).folder for kind in KINDS}
+    split = {kind: recipe_at(kind, kind, sharding="fsdp2") for kind in KINDS}
+    resumed = {kind: recipe_at(kind, f"{kind}-resumed", sharding="fsdp2") for kind in ("full", "lora")}
+    for there in resumed.values():
+        run_to(there, 2)
+    done = launch(tmp_path, [*map(job, split.values()), *(job(r, resume=True) for r in resumed.values())])
+    assert done.returncode == 0, done.stderr[-3000:]
+    for kind, there in split.items():
+        agree(there.output, alone[kind], kind)
+        for name in ("checkpoint-000002", "checkpoint-000004"):
+            found, wanted = (load_file(str(f / name / "optimizer.safetensors")) for f in (there.output, alone[kind]))
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    for kind, there in resumed.items():
+        agree(there.output, alone[kind], f"{kind}, from one rank to two")
+    for kind in ("full", "lora"):
+        there = recipe_at(kind, kind)
+        forget_after(there.output, 2)
+        run_recipe(there, resume=True)
+        agree(there.output, alone[kind], f"{kind}, from two ranks to one")
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
-def test_fsdp2_trains_as_one_process_does_and_saves_whole_files(make_recipe, tmp_path, kind):
-    def recipe(where, **run):
-        return make_recipe(prepare=PREPARE[kind], optim=OPTIM, run={"output": str(tmp_path / where / "run"), **run})
-
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    alone = run_recipe(recipe("one", checkpoint_every=2, keep=4)).folder
-    launch(recipe("two", sharding="fsdp2", checkpoint_every=2, keep=4))
-    split = tmp_path / "two" / "run"
-    assert losses(split) == pytest.approx(losses(alone), abs=2e-6)
-    same(weights(split), weights(alone), 2e-5)
-    for name in ("checkpoint-000002", "checkpoint-000004"):
-        same(load_file(str(split / name / "optimizer.safetensors")), load_file(str(alone / name / "optimizer.safetensors")), 1e-4)
-
-
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_run_goes_on_with_another_number_of_ranks(make_recipe, tmp_path, kind):
-    def recipe(where, **run):
-        return make_recipe(prepare=PREPARE[kind], optim=OPTIM, run={"output": str(tmp_path / where / "run"), "keep": 4, **run})
-
-    for where in ("whole", "two", "one"):
-        (tmp_path / where).mkdir()
-    reference = run_recipe(recipe("whole", checkpoint_every=2)).folder
-    # from one to two
-    alone = run_recipe(recipe("one", checkpoint_every=2)).folder
-    forget_after(alone, 2)
-    launch(recipe("one", checkpoint_every=2, sharding="fsdp2"), "resume")
-    assert losses(alone) == pytest.approx(losses(reference), abs=2e-6)
-    same(weights(alone), weights(reference), 2e-5)
-    # from two to one
-    launch(recipe("two", checkpoint_every=2, sharding="fsdp2"))
-    split = tmp_path / "two" / "run"
-    forget_after(split, 2)
-    run_recipe(recipe("two", checkpoint_every=2), resume=True)
-    assert losses(split) == pytest.approx(losses(reference), abs=2e-6)
-    same(weights(split), weights(reference), 2e-5)
+def test_every_rank_writes_its_part_of_a_sharded_checkpoint_and_any_number_goes_on_from_it(recipe_at, tmp_path):
+    kinds = ("full", "lora")
+    alone = {kind: run_recipe(recipe_at(kind, f"{kind}-alone")).folder for kind in kinds}
+    split = {kind: recipe_at(kind, kind, sharding="fsdp2", checkpoint="sharded") for kind in kinds}
+    resumed = {kind: recipe_at(kind, f"{kind}-resumed", sharding="fsdp2", checkpoint="sharded") for kind in kinds}
+    for there in resumed.values():
+        run_to(there, 2)
+    done = launch(tmp_path, [*map(job, split.values()), *(job(r, resume=True) for r in resumed.values())])
+    assert done.returncode == 0, done.stderr[-3000:]
+    for kind, there in split.items():
+        agree(there.output, alone[kind], kind)
+        parts = sorted((there.output / "checkpoint-000004" / "sharded").iterdir())
+        assert [p.suffix for p in parts] == [".safetensors"] * 2, parts
+        assert abs(parts[0].stat().st_size - parts[1].stat().st_size) < 0.2 * parts[0].stat().st_size
+        agree(resumed[kind].output, alone[kind], f"{kind}, from one rank to two")
+        forget_after(there.output, 2)
+        run_recipe(recipe_at(kind, kind, checkpoint="sharded"), resume=True)
+        agree(there.output, alone[kind], f"{kind}, from two ranks to one")
 
 
-def forget_after(folder, step):
-    """What a kill right after `step` would have left."""
-    import shutil
+def test_a_sharded_checkpoint_that_is_not_this_models_is_refused(recipe_at, tmp_path):
+    recipe = recipe_at("lora", "run", checkpoint="sharded")
+    folder = run_recipe(recipe).folder / "checkpoint-000002"
+    (part,) = (folder / "sharded").iterdir()
+    with safe_open(str(part), "pt") as file:
+        names = list(file.keys())
+    assert any(n.startswith("optimizer/exp_avg_sq/") for n in names) and any(n.startswith("model/") for n in names)
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(CorruptError, match="cut short or changed"):
+        run_recipe(recipe, resume=folder)
+    state = json.loads((folder / "state.json").read_text())
+    other = run_recipe(recipe_at("full", "other", checkpoint="sharded")).folder / "checkpoint-000002"
+    (foreign,) = (other / "sharded").iterdir()
+    part.write_bytes(foreign.read_bytes())
+    state["files"][f"sharded/{part.name}"] = json.loads((other / "state.json").read_text())["files"][f"sharded/{foreign.name}"]
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CorruptError, match="missing or do not fit this model"):
+        run_recipe(recipe, resume=folder)
 
-    for path in folder.glob("checkpoint-*"):
-        if int(path.name.rpartition("-")[2]) > step:
-            shutil.rmtree(path)
-    shutil.rmtree(folder / "final")
+
+def test_ranks_that_share_the_tokens_of_a_batch_train_as_one_process_does(recipe_at, tmp_path):
+    """Keys and values gathered over the ranks, in both passes; losses, held-out losses and weights are those of one process."""
+    alone = {kind: run_recipe(recipe_at(kind, f"{kind}-alone")).folder for kind in ("full", "qlora")}
+    split = {
+        ("full", "ddp"): recipe_at("full", "a", context_parallel=2),
+        ("full", "fsdp2"): recipe_at("full", "b", context_parallel=2, sharding="fsdp2"),
+        ("full", "recompute"): recipe_at("full", "c", context_parallel=2, recompute="full"),
+        ("qlora", "ddp"): recipe_at("qlora", "d", context_parallel=2),
+    }
+    done = launch(tmp_path, [job(r) for r in split.values()])
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (kind, how), there in split.items():
+        agree(there.output, alone[kind], f"{kind} {how}")
+        found, wanted = (json.loads((f / "metrics.json").read_text()) for f in (there.output, alone[kind]))
+        assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], abs=2e-6) and found["tokens"] == wanted["tokens"]
 
 
-def test_an_accelerate_configuration_with_fsdp_is_taken_up(make_recipe, tmp_path):
-    recipe = make_recipe(optim=OPTIM)
-    launch(recipe, env={"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})
-    assert len(losses(recipe.output)) == 4
+def test_what_context_parallelism_does_not_serve(recipe_at):
+    with pytest.raises(KaruiError, match="context_parallel is 2, which does not divide this run's 1 ranks"):
+        run_recipe(recipe_at("lora", "run", context_parallel=2))
+
+
+def test_an_accelerate_configuration_with_fsdp_is_taken_up(recipe_at, tmp_path):
+    recipe = recipe_at("lora", "run")
+    done = launch(tmp_path, [job(recipe)], env={"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+                  before="from karui.trainers import sharding\nshard = sharding.shard\n"
+                         "sharding.shard = lambda *given: (print('split over ranks'), shard(*given))")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("split over ranks") == 2 and len(losses(recipe.output)) == 4
 
 
 def test_fsdp_in_version_1_is_refused(make_recipe, monkeypatch):
-    from karui.configs.errors import UnsupportedError
-
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(UnsupportedError, match="fsdp_version: 2"):

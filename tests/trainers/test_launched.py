@@ -41,8 +41,6 @@ def test_the_recipes_own_step_and_words_count(make_recipe, caplog):
 def test_what_cannot_be_served(make_recipe):
     with pytest.raises(UnsupportedError, match="backend 'MSAMP'"):
         resolve_precision(make_recipe(), FP8 | {"ACCELERATE_FP8_BACKEND": "MSAMP"}, cuda=True)
-    with pytest.raises(UnsupportedError, match="DeepSpeed.*scales of low-precision linears.*fsdp2"):
-        resolve_precision(make_recipe(prepare=[{"method": "nvfp4"}]), {"ACCELERATE_USE_DEEPSPEED": "true"}, cuda=True)
 
 
 def test_a_run_under_the_launchers_environment(make_recipe, monkeypatch):

@@ -1,0 +1,61 @@
+"""Runs in several ranks, as torchrun starts them; many runs in one launch, because starting processes takes longer than training."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from karui.trainers.loop import read_log
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIM = {"lr": 5e-3, "batch": 6, "steps": 4, "micro_tokens": 64}
+PREPARE = {
+    "full": [],
+    "lora": [{"method": "lora", "rank": 4, "alpha": 8}],
+    "qlora": [{"method": "qlora", "rank": 4, "alpha": 8}],
+    "qat": [{"method": "lsq", "spec": "w4g32"}],
+}
+SCRIPT = """
+import json, sys
+from karui.configs.recipe import Recipe
+from karui.trainers.run import run_recipe
+from karui.trainers.tracking import Tracker
+Tracker.leave = lambda self: self.accelerator.free_memory()  # the next run uses the same process group
+{before}
+for job in json.load(open(sys.argv[1])):
+    run_recipe(Recipe.build(job["recipe"]), resume=job["resume"] or None)
+"""
+
+
+def job(recipe, *, resume=False):
+    return {"recipe": recipe.dump(), "resume": resume}
+
+
+def launch(folder, jobs, *, processes=2, before="", env=None, timeout=240):
+    """The finished process; `before` is code that every rank runs first."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    (folder / "launch.py").write_text(SCRIPT.format(before=before))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
+               str(folder / "launch.py"), str(folder / "jobs.json")]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, capture_output=True,
+                          text=True, timeout=timeout, check=False)
+
+
+def losses(folder):
+    return [r["loss"] for r in read_log(folder) if "loss" in r]
+
+
+def weights(folder):
+    return load_file(str(next((folder / "final").glob("*model.safetensors"))))
+
+
+def forget_after(folder, step):
+    """What a kill right after `step` would have left."""
+    for path in folder.glob("checkpoint-*"):
+        if int(path.name.rpartition("-")[2]) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(folder / "final")

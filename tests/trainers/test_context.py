@@ -1,0 +1,43 @@
+"""Reference: attention over gathered keys and values, rank by rank, against the dense masked reference, with gradients in float64."""
+
+import pytest
+import torch
+
+from karui.kernels.document_attention.reference import document_attention
+from karui.trainers import context
+from karui.trainers.data import IGNORE
+
+
+def group(rank, size):
+    return context.ContextGroup(group=None, rank=rank, size=size)
+
+
+@pytest.mark.parametrize("lengths", [[12], [5, 7], [1, 1, 9, 2], [3, 14, 2]])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_ranks_rows_are_those_of_the_whole(monkeypatch, lengths, size):
+    """`_Gather` without processes: every rank is given the whole keys and values."""
+    monkeypatch.setattr(context, "QUERY_ROWS", 4)
+    total = sum(lengths)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    row = torch.arange(total)
+    pieces = [context.split(group(r, size), row, row, cu, row) for r in range(size)]
+    bounds, padded = pieces[0][2], int(pieces[0][2][-1])
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, padded, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    wanted = document_attention(q, k, v, bounds, 0.3).transpose(1, 2)
+    monkeypatch.setattr(context._Gather, "apply", lambda part, ranks: torch.cat((k, v), 1))
+    parts = [context.context_attention(q[:, :, p[4].begin : p[4].end], k, v, bounds, 0.3, p[4]) for p in pieces]
+    found = torch.cat(parts, 1)
+    torch.testing.assert_close(found, wanted)
+    weight = torch.randn_like(wanted)
+    for a, b in zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v), retain_graph=True) for x in (found, wanted))):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_row_is_filled_up_with_a_document_without_loss():
+    tokens, targets, cu = torch.arange(1, 6), torch.arange(5), torch.tensor([0, 2, 5], dtype=torch.int32)
+    parts = [context.split(group(r, 4), tokens, tokens, cu, targets) for r in range(4)]
+    assert torch.cat([p[0] for p in parts]).tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
+    assert torch.cat([p[1] for p in parts]).tolist() == [1, 2, 3, 4, 5, 0, 1, 2]
+    assert torch.cat([p[3] for p in parts]).tolist() == [0, 1, 2, 3, 4] + [IGNORE] * 3
+    assert all(p[2].tolist() == [0, 2, 5, 8] for p in parts)
