@@ -22,6 +22,7 @@ from karui.inference.evaluate.report import table as report_table
 from karui.inference.evaluate.scoring import HeldOutLoss, Perplexity
 from karui.inference.evaluate.speed import Speed, percentile, run_timed, speed
 from karui.inference.requests import Completion, Delta, Output, Request
+from karui.inference.speculative.config import SpeculationConfig
 from tests.evaluate.tiny import engine
 
 MACHINE = Machine(threads=2, bandwidth_bytes_per_s=20e9, flops_per_s=180e9)
@@ -98,6 +99,7 @@ def test_bench_on_an_engine_with_and_without_speculation(tmp_path: Path) -> None
                    prompt_tokens=32, new_tokens=8, machine=MACHINE)
     assert [(x.speculation, x.concurrency) for x in result.levels] == [("none", 1), ("none", 3), ("ngram:4", 1), ("ngram:4", 3)]
     assert all(x.output_per_s > 0 and x.ttft_p95_ms >= x.ttft_p50_ms > 0 and x.share > 0 for x in result.levels)
+    assert all(x.tokens_per_draft is None and x.acceptance is None for x in result.levels[:2])
     load = result.load
     assert load.weights_per_token == 4 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 48)
     assert load.weight_bytes > 4 * load.weights_per_token
@@ -111,6 +113,19 @@ def test_bench_on_an_engine_with_and_without_speculation(tmp_path: Path) -> None
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.glob("*.tmp"))
 
 
+def test_bench_shows_what_drafts_brought() -> None:
+    drafting = engine("ngram:4")
+    drafting.speculation.config = SpeculationConfig(method="ngram", k=4, adaptive=False)
+    result = bench({"none": engine(), "ngram:4": drafting}, load_of(drafting), [5, 6, 7, 8] * 30, concurrencies=(1,),
+                   prompt_tokens=32, new_tokens=24, machine=MACHINE)
+    seen, found = drafting.speculation.statistics, result.levels[1]
+    assert seen.drafts > 0 and found.tokens_per_draft is not None and 1 <= found.tokens_per_draft <= 5
+    assert found.acceptance is not None and 0 <= found.acceptance <= 1
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))      # noqa: SIM115
+    console.print(table(result))
+    assert f"{found.tokens_per_draft:.2f}" in console.export_text()
+
+
 def test_without_matplotlib_the_plot_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = bench({"none": engine()}, Load(weight_bytes=1, kv_bytes_per_token=1, weights_per_token=1), TOKENS,
@@ -119,10 +134,10 @@ def test_without_matplotlib_the_plot_says_so(monkeypatch: pytest.MonkeyPatch, tm
         plot(result, tmp_path / "x.png")
 
 
-def level(speculation: str, concurrency: int, decode: float, limit: float, prompt: int = 128) -> Level:
+def level(speculation: str, concurrency: int, decode: float, limit: float, prompt: int = 128, **drafting: float) -> Level:
     return Level(speculation=speculation, concurrency=concurrency, prompt_tokens=prompt, new_tokens=64, ttft_p50_ms=1,
                  ttft_p95_ms=1, tpot_p50_ms=1, tpot_p95_ms=1, output_per_s=decode, decode_per_s=decode, limit_per_s=limit,
-                 share=decode / limit)
+                 share=decode / limit, **drafting)
 
 
 def test_advice_names_the_bottleneck() -> None:
@@ -135,7 +150,10 @@ def test_advice_names_the_bottleneck() -> None:
     assert "KV-bound at 32 streams" in long and "int8 KV" in long
     both = " ".join(advice(MACHINE, load, [level("none", 1, 100, 235), level("ngram:5", 1, 190, 235), level("none", 4, 100, 235),
                                           level("ngram:5", 4, 80, 235)], 500, 850, 512))
-    assert "ngram:5 at 1 streams: 1.90x, pays" in both and "ngram:5 at 4 streams: 0.80x, does not pay" in both
+    drafted = level("eagle3:3", 1, 140, 235, tokens_per_draft=2.25, acceptance=0.4167)
+    told = " ".join(advice(MACHINE, load, [level("none", 1, 100, 235), drafted], 500, 850, 512))
+    assert "1.40x, pays; 2.25 tokens a verification, 42% of drafted tokens accepted" in told
+    assert "ngram:5 at 1 streams: 1.90x, pays; nothing was drafted" in both and "ngram:5 at 4 streams: 0.80x, does not pay" in both
 
 
 @pytest.mark.parametrize("kwargs", [{"concurrencies": ()}, {"concurrencies": (0,)}, {"prompt_tokens": 0}, {"new_tokens": 1},

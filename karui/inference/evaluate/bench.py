@@ -35,6 +35,8 @@ class Level:
     decode_per_s: output tokens after each stream's first, over the time from the first such token to the last.
     limit_per_s: the bandwidth limit of a decode at this batch and the mean context; share: decode_per_s over it (with speculation
         it may pass 1, since several tokens leave one pass over the weights).
+    tokens_per_draft, acceptance: tokens that a verified draft brought, the model's own included, and the accepted share of
+        drafted ones; None where nothing was drafted.
     """
 
     speculation: str
@@ -49,6 +51,8 @@ class Level:
     decode_per_s: float
     limit_per_s: float
     share: float
+    tokens_per_draft: float | None = None
+    acceptance: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,9 @@ def bench(engines: Mapping[str, Generates], load: Load, tokens: Sequence[int], *
             if progress is not None:
                 progress(f"speculation {name}, {concurrency} at once")
             offsets = [i * room // concurrency for i in range(concurrency)]
+            before = _drafting(engine)
             timings, total = run_timed(engine, [tokens[o:o + prompt_tokens] for o in offsets], new_tokens)
+            drafts, drafted, accepted = (now - then for now, then in zip(_drafting(engine), before))
             first, last = min(t.first_s for t in timings), max(t.last_s for t in timings)
             decoded = sum(t.new_tokens - 1 for t in timings)
             rate = decoded / (last - first) if last > first else math.nan
@@ -104,7 +110,8 @@ def bench(engines: Mapping[str, Generates], load: Load, tokens: Sequence[int], *
                 speculation=name, concurrency=concurrency, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
                 ttft_p50_ms=percentile(ttft, 0.5), ttft_p95_ms=percentile(ttft, 0.95),
                 tpot_p50_ms=percentile(tpot, 0.5), tpot_p95_ms=percentile(tpot, 0.95),
-                output_per_s=concurrency * new_tokens / total, decode_per_s=rate, limit_per_s=limit, share=rate / limit))
+                output_per_s=concurrency * new_tokens / total, decode_per_s=rate, limit_per_s=limit, share=rate / limit,
+                tokens_per_draft=1 + accepted / drafts if drafts else None, acceptance=accepted / drafted if drafted else None))
             if concurrency == 1:
                 prefill = max(prefill, prompt_tokens / timings[0].first_s)
     if not prefill:
@@ -113,6 +120,12 @@ def bench(engines: Mapping[str, Generates], load: Load, tokens: Sequence[int], *
     ceiling = prefill_limit(machine.flops_per_s, load.weights_per_token)
     return Result(machine=machine, load=load, prompt_tokens=prompt_tokens, prefill_per_s=prefill, prefill_limit_per_s=ceiling,
                   levels=levels, advice=advice(machine, load, levels, prefill, ceiling, prompt_tokens))
+
+
+def _drafting(engine: Generates) -> tuple[int, int, int]:
+    """Drafts verified, tokens drafted and accepted so far."""
+    found = getattr(getattr(engine, "speculation", None), "statistics", None)
+    return (0, 0, 0) if found is None else (found.drafts, found.drafted, found.accepted)
 
 
 PASSAGE = """The harbour town wakes before the sun. Fishermen carry nets down the stone steps, bakers open their shutters, and the
@@ -212,11 +225,14 @@ def advice(machine: Machine, load: Load, levels: Sequence[Level], prefill_per_s:
         if base is not None and level.speculation != "none":
             gain = level.decode_per_s / base.decode_per_s
             verdict = "pays" if gain > 1.02 else "does not pay; leave it off" if gain < 0.98 else "changes nothing"
-            lines.append(f"Speculation {level.speculation} at {level.concurrency} streams: {gain:.2f}x, {verdict}.")
+            told = ("nothing was drafted" if level.tokens_per_draft is None or level.acceptance is None else
+                    f"{level.tokens_per_draft:.2f} tokens a verification, {level.acceptance:.0%} of drafted tokens accepted")
+            lines.append(f"Speculation {level.speculation} at {level.concurrency} streams: {gain:.2f}x, {verdict}; {told}.")
     return lines
 
 
-COLUMNS = ("speculation", "streams", "TTFT p50 ms", "p95", "TPOT p50 ms", "p95", "output/s", "decode/s", "limit/s", "share")
+COLUMNS = ("speculation", "streams", "TTFT p50 ms", "p95", "TPOT p50 ms", "p95", "output/s", "decode/s", "limit/s", "share",
+           "tokens/draft")
 
 
 def table(result: Result) -> Any:
@@ -229,7 +245,8 @@ def table(result: Result) -> Any:
     for x in result.levels:
         grid.add_row(x.speculation, str(x.concurrency), f"{x.ttft_p50_ms:.0f}", f"{x.ttft_p95_ms:.0f}",
                      f"{x.tpot_p50_ms:.1f}", f"{x.tpot_p95_ms:.1f}", f"{x.output_per_s:.1f}", f"{x.decode_per_s:.1f}",
-                     f"{x.limit_per_s:.0f}", f"{x.share:.0%}")
+                     f"{x.limit_per_s:.0f}", f"{x.share:.0%}",
+                     "" if x.tokens_per_draft is None else f"{x.tokens_per_draft:.2f}")
     return grid
 
 
