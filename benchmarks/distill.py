@@ -8,18 +8,22 @@ student   SmolLM2-135M with every second layer dropped (15 of 30), healed on `--
           after half of the run; `--seeds` orders of the data. A difference counts when it is larger than twice the standard error of the
           paired differences over seeds.
 rollouts  tokens/s of the student's own text, sampled at temperature 1, top_p 1: the engine as `objective: on-policy` drives it,
-          weights pushed before every batch and `--steps-at-once` steps written together, against transformers `generate` on one
-          step's padded batch (what TRL's GKD trainer calls), in turn, median of `--rounds`.
+          weights pushed before every batch and `--steps-at-once` steps written together, against the call in TRL's GKDTrainer on one
+          step's padded batch (KARUI_PEERS), with its defaults and with gradient checkpointing off, without which it keeps no KV
+          cache; median of `--rounds`.
 draft     tokens/s, tokens per verification and identity of the text with the EAGLE-3 draft in `--bundle` (a bundle made by
           `karui train draft-eagle3`), against plain decoding of the same bundle, in turn, greedy, GSM8K test questions.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from figures import DATA, Figure, arguments, report  # noqa: E402
+from figures import DATA, Figure, arguments, peer_python, report  # noqa: E402
 
 CONDITIONS: dict[str, dict[str, Any]] = {
     "labels": {"kind": "sft"},
@@ -42,44 +46,19 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 
 def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     """Every condition with every seed; returns figures and the curves."""
-    from karui.configs.recipe import Recipe
-    from karui.trainers.loop import read_log
-    from karui.trainers.run import run_recipe
-
-    work = Path(tempfile.mkdtemp(prefix="karui-distill-"))
-    words = 128 * 4 * a.steps * 2
-    (work / "train.txt").write_text(" ".join((DATA / "wikitext2_valid.txt").read_text(encoding="utf-8").split(" ")[:words]), encoding="utf-8")
-    (work / "eval.txt").write_text(" ".join((DATA / "wikitext2_test.txt").read_text(encoding="utf-8").split(" ")[:4600]), encoding="utf-8")
-    losses: dict[str, list[float]] = {}
-    curves: dict[str, list[tuple[int, float]]] = {}
-    names = [n for n in CONDITIONS if n in a.conditions] if a.conditions else list(CONDITIONS)
-    before = None
-    if a.partial and a.partial.is_file():
-        stored = json.loads(a.partial.read_text(encoding="utf-8"))
-        losses, curves, before = stored["losses"], stored["curves"], stored["before"]
+    work = a.work or Path(tempfile.mkdtemp(prefix="karui-distill-"))
+    work.mkdir(parents=True, exist_ok=True)
+    for name, source, words in (("train", "wikitext2_valid.txt", 128 * 4 * a.steps * 2), ("eval", "wikitext2_test.txt", a.words)):
+        text = " ".join((DATA / source).read_text(encoding="utf-8").split(" ")[:words])
+        if not (work / f"{name}.txt").is_file() or (work / f"{name}.txt").read_text(encoding="utf-8") != text:
+            (work / f"{name}.txt").write_text(text, encoding="utf-8")
+    runs: dict[str, list[dict[str, Any]]] = {}
     for seed in range(a.seeds):
-        for name in names:
-            if len(losses.get(name, [])) > seed:
-                continue
-            begin = time.perf_counter()
-            recipe = Recipe.build({
-                "name": "bench", "model": "smollm2-135m",
-                "data": {"train": str(work / "train.txt"), "eval": str(work / "eval.txt"), "format": "text", "max_length": 128},
-                "prepare": [{"method": "prune-layers", "keep_layers": 15}], "objective": CONDITIONS[name],
-                "optim": {"lr": a.lr, "batch": 4, "steps": a.steps, "micro_tokens": 512, "warmup": 0.1},
-                "run": {"output": str(work / f"{name}-{seed}".replace(" ", "_")), "seed": seed, "threads": a.threads,
-                        "eval_every": max(1, a.steps // 4) if seed == 0 else None},
-                "track": {"to": "none"}})
-            done = run_recipe(recipe)
-            losses.setdefault(name, []).append(done.metrics["eval_loss"])
-            before = done.metrics["eval_loss_before"]
-            if seed == 0:
-                curves[name] = [(r["step"], r["eval_loss"]) for r in read_log(done.folder) if "eval_loss" in r]
-            for big in done.folder.rglob("*.safetensors"):
-                big.unlink()
-            print(f"{name}, seed {seed}: {losses[name][-1]:.4f} after {done.metrics['tokens']} tokens, {time.perf_counter() - begin:.0f} s", flush=True)
-            if a.partial:
-                a.partial.write_text(json.dumps({"losses": losses, "before": before, "curves": curves}), encoding="utf-8")
+        for name in [n for n in CONDITIONS if not a.conditions or n in a.conditions]:
+            runs.setdefault(name, []).append(_healed(a, work, name, seed))
+    losses = {name: [r["eval_loss"] for r in done] for name, done in runs.items()}
+    curves = {name: done[0]["curve"] for name, done in runs.items()}
+    before = next(iter(runs.values()))[0]["before"]
     figures = [Figure(name="held-out loss, pruned and not healed", ours=before, unit="nats")]
     for name, values in losses.items():
         spread = f"seeds: {', '.join(f'{v:.4f}' for v in values)}"
@@ -96,8 +75,41 @@ def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     return figures, {"losses": losses, "curves": curves}
 
 
+def _healed(a: Any, work: Path, name: str, seed: int) -> dict[str, Any]:
+    """One run, or what is known of it: results are kept by everything that defines them."""
+    from karui.configs.recipe import Recipe
+    from karui.trainers.loop import read_log
+    from karui.trainers.run import run_recipe
+
+    recipe = Recipe.build({
+        "name": "bench", "model": "smollm2-135m",
+        "data": {"train": str(work / "train.txt"), "eval": str(work / "eval.txt"), "format": "text", "max_length": 128},
+        "prepare": [{"method": "prune-layers", "keep_layers": 15, "choice": a.choice, "samples": 8}],
+        "objective": CONDITIONS[name],
+        "optim": {"lr": a.lr, "batch": 4, "steps": a.steps, "micro_tokens": 512, "warmup": 0.1},
+        "run": {"output": str(work / f"{name}-{seed}".replace(" ", "_")), "seed": seed, "threads": a.threads,
+                "eval_every": max(1, a.steps // 4) if seed == 0 else None},
+        "track": {"to": "none"}})
+    identity = {k: v for k, v in recipe.dump().items() if k not in ("run", "track")}
+    digest = hashlib.sha256(json.dumps([identity, seed], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    kept = work / f"{digest}.json"
+    if kept.is_file():
+        return dict(json.loads(kept.read_text(encoding="utf-8")))
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    done = run_recipe(recipe)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    result = {"name": name, "seed": seed, "eval_loss": done.metrics["eval_loss"], "before": done.metrics["eval_loss_before"],
+              "tokens": done.metrics["tokens"], "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+              "curve": [(r["step"], r["eval_loss"]) for r in read_log(done.folder) if "eval_loss" in r]}
+    for big in done.folder.rglob("*.safetensors"):
+        big.unlink()
+    kept.write_text(json.dumps(result), encoding="utf-8")
+    print(f"{name}, seed {seed}: {result['eval_loss']:.4f} after {result['tokens']} tokens, {result['cpu_s']:.0f} s of processor time", flush=True)
+    return result
+
+
 def rollouts(a: Any) -> list[Figure]:
-    """Ours and transformers in turn."""
+    """Ours, then TRL's."""
     import numpy as np
     import torch
 
@@ -115,13 +127,7 @@ def rollouts(a: Any) -> list[Figure]:
     torch.set_num_threads(a.threads)
     model: Any = load_model(ModelSection(name="smollm2-135m")).eval()
     samplers = {spec: EngineSampler(model, spec=QuantSpec.parse(spec), end=[-1], max_context=512) for spec in a.engines.split(",")}
-    width = max(map(len, prompts))
-    ids = torch.tensor([[tokenizer.pad_token_id or 0] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    from transformers import AutoModelForCausalLM
-
-    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    rates: dict[str, list[float]] = {"peer": [], **{spec: [] for spec in samplers}}
+    rates: dict[str, list[float]] = {spec: [] for spec in samplers}
     ours = prompts * a.steps_at_once
     for turn in range(a.rounds):
         for name, sampler in samplers.items():
@@ -132,17 +138,28 @@ def rollouts(a: Any) -> list[Figure]:
             assert all(len(d.tokens) == a.new_tokens for d in drawn)
             rates[name].append(len(ours) * a.new_tokens / (time.perf_counter() - begin))
             print(f"{name}: weights pushed in {pushed:.2f} s of {time.perf_counter() - begin:.2f} s", flush=True)
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            out = plain.generate(input_ids=ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                                 min_new_tokens=a.new_tokens, max_new_tokens=a.new_tokens, pad_token_id=tokenizer.pad_token_id or 0)
-        rates["peer"].append(len(prompts) * (out.shape[1] - width) / (time.perf_counter() - begin))
         print({k: round(v[-1], 1) for k, v in rates.items()}, flush=True)
-    peer = statistics.median(rates["peer"])
-    label = f"transformers generate, batch {len(prompts)}"
+    peers = {f"TRL GKDTrainer, batch {len(questions)}{', KV cache' if cache else ' (its defaults)'}": _trl(a, folder, questions, cache)
+             for cache in (True, False)}
+    note = f"{len(ours)} at once, {a.new_tokens} new tokens each, weights pushed before each batch"
     return [Figure(name=f"rollouts, {spec} weights in the engine", ours=statistics.median(rates[spec]), peer=peer, peer_name=label, goal=5.0,
-                   unit="tokens/s", note=f"{len(ours)} at once, {a.new_tokens} new tokens each, weights pushed before each batch; peer: {label}")
-            for spec in samplers]
+                   unit="tokens/s", note=f"{note}; peer: {label}" + ("" if peer else ", not installed"))
+            for label, peer in peers.items() for spec in samplers]
+
+
+def _trl(a: Any, folder: Path, questions: list[str], cache: bool) -> float | None:
+    """Median tokens/s of TRL's own rollouts, None without its environment."""
+    python = peer_python("trl")
+    if python is None:
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, out = Path(scratch) / "questions.json", Path(scratch) / "out.json"
+        asked.write_text(json.dumps(questions))
+        script = str(Path(__file__).parent / "peers" / "trl_gkd_rollouts.py")
+        subprocess.run([str(python), script, str(folder), str(asked), str(out), "--batch", str(len(questions)), "--new-tokens",
+                        str(a.new_tokens), "--rounds", str(a.rounds if cache else 1), "--threads", str(a.threads),
+                        *(["--cache"] if cache else [])], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return statistics.median(json.loads(out.read_text())["tokens_per_s"])
 
 
 def draft(a: Any) -> list[Figure]:
@@ -203,9 +220,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--words", type=int, default=4600, help="of held-out text")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--conditions", type=lambda s: s.split(";"), help="only these, ;-separated")
-    parser.add_argument("--partial", type=Path, help="losses so far, as JSON; runs that are in it are not repeated")
+    parser.add_argument("--choice", default="influence", help="which layers the student keeps, as prune-layers spells it")
+    parser.add_argument("--work", type=Path, help="folder for finished runs; what is in it is not repeated")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=8, help="prompts of a step; 8 is TRL's default micro-batch, which it generates in")
     parser.add_argument("--steps-at-once", type=int, default=4, help="steps the engine writes for at once (objective.staleness + 1)")
