@@ -201,3 +201,21 @@ def test_parameters_reach_the_engine() -> None:
     assert parse_chat({"model": "m", "messages": [{"role": "user", "content": "a"}]}).params.max_tokens is None
     with pytest.raises(ApiError, match="Did you mean 'temperature'"):
         parse_completion({"model": "m", "prompt": "x", "temprature": 0.5})
+
+
+def test_lossy_answers_are_labelled() -> None:
+    """Medusa's typical acceptance, asked for in one request, is named in its answer and in no other."""
+    from starlette.testclient import TestClient
+
+    from karui.inference.server.app import create_app
+    from tests.speculative.conftest import tiny_engine
+
+    body = {"model": "tiny", "prompt": [1, 2, 3, 1, 2, 3], "max_tokens": 6}
+    with TestClient(create_app(tiny_engine("medusa"), "tiny")) as client:
+        def choices(**more: Any) -> list[Any]:
+            return client.post("/v1/completions", json=body | more).json()["choices"]
+
+        assert [c["lossy"] for c in choices(typical_acceptance=True)] == [True]
+        assert all("lossy" not in c for c in choices())
+        streamed = events(client.post("/v1/completions", json=body | {"typical_acceptance": True, "stream": True}))
+        assert streamed[-1]["choices"][0]["lossy"] is True

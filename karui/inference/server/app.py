@@ -221,7 +221,8 @@ class Service:
             else:
                 entry = {"text": choice.text}
             probs = self._logprobs(route, choice.logprobs) if call.logprobs is not None else None
-            listed.append({"index": index, **entry, "logprobs": probs, "finish_reason": choice.finish_reason})
+            entry |= {"logprobs": probs, "finish_reason": choice.finish_reason}
+            listed.append({"index": index, **entry, **self._label(call)})
         return {**self._head(call, route, stream, chunk=False), "choices": listed,
                 "usage": usage(sum(len(r.prompt) for r in requests), sum(c.tokens for c in choices))}
 
@@ -250,6 +251,8 @@ class Service:
                     continue
                 entry: dict[str, Any] = {"index": index, "logprobs": probs, "finish_reason": delta.finish_reason}
                 entry |= {"delta": {"content": delta.text} if delta.text else {}} if route == "chat" else {"text": delta.text}
+                if delta.finish_reason is not None:
+                    entry |= self._label(call)
                 yield event(entry)
             self._record(route, choices, stream)
             if call.include_usage:
@@ -263,6 +266,11 @@ class Service:
             yield f"data: {json.dumps(failure.body())}\n\n"
         finally:
             await stream.aclose()
+
+    def _label(self, call: Call) -> dict[str, Any]:
+        """{"lossy": true} for an answer whose drafts were accepted by a rule that does not keep the model's distribution."""
+        speculation = self.engine.speculation
+        return {"lossy": True} if speculation is not None and speculation.typical(call.params) else {}
 
     def _grow(self, choice: Choice, delta: Delta) -> None:
         choice.text += delta.text
