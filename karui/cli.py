@@ -252,14 +252,12 @@ def quantize(
     grids: Annotated[str, typer.Option(help="Grids that --budget chooses from.")] = "w2g64,w3g64,w4g64",
     listing: Annotated[bool, typer.Option("--list", help="List the methods with paper and cost.")] = False,
 ) -> None:
-    """Quantize a model without training it, and write a bundle that passed the parity gate."""
+    """Put a model on a grid and write a bundle that passed the parity gate; some methods train it there, see --list."""
     if listing or model is None:
-        from karui.qat.methods import METHODS
+        from karui.qat.methods import METHODS, TRAINED
 
-        _table(
-            ["method", "paper", "cost", "needs data"],
-            [[m.name, m.paper, m.cost, "yes" if m.calibrates else "no"] for m in METHODS.values()],
-        )
+        rows = [[m.name, m.paper, m.cost, "yes" if m.calibrates else "no"] for m in METHODS.values()]
+        _table(["method", "paper", "cost", "needs data"], rows + [[m.name, m.paper, m.cost, "yes"] for m in TRAINED.values()])
         return
     if output is None:
         raise typer.BadParameter("say where the bundle goes, e.g. -o model-w4", param_hint="--output")

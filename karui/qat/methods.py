@@ -1,4 +1,4 @@
-"""The post-training methods by name; a method's code is imported when it is used."""
+"""The methods by name: those that find codes for a finished model, and those that train; code is imported when it is used."""
 
 from __future__ import annotations
 
@@ -47,8 +47,40 @@ METHODS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A method that is a step of a training run (`karui.configs.steps.qat`); lr: where `karui quantize` starts from."""
+
+    name: str
+    paper: str
+    cost: str
+    lr: float
+
+
+_WHOLE = "training of all weights"
+TRAINED = {
+    m.name: m
+    for m in (
+        Trained(name="lsq", paper="LSQ, arXiv 1902.08153", cost=_WHOLE, lr=1e-4),
+        Trained(name="lsq_plus", paper="LSQ+, arXiv 2004.09576", cost=f"{_WHOLE}; activation ranges too", lr=1e-4),
+        Trained(name="pact", paper="PACT, arXiv 1805.06085", cost=f"{_WHOLE}; activation ranges too", lr=1e-4),
+        Trained(name="seq", paper="ParetoQ's SEQ, arXiv 2502.02631", cost=f"{_WHOLE}; w2 and w1.58 only", lr=1e-4),
+        Trained(name="bitnet", paper="BitNet, arXiv 2310.11453", cost=f"{_WHOLE}, long; w1 only", lr=5e-4),
+        Trained(name="bitnet_158", paper="BitNet b1.58, arXiv 2402.17764", cost=f"{_WHOLE}, long; w1.58 only", lr=5e-4),
+        Trained(name="llm_qat", paper="LLM-QAT, arXiv 2305.17888", cost=f"generation of the data, then {_WHOLE}", lr=2e-5),
+        Trained(name="qat_lora", paper="QAT with LoRA (as torchao's recipe)", cost="training of an adapter", lr=2e-4),
+    )
+}
+
+
 def method(name: str) -> Method:
-    """The method of that name; `KaruiError` names the valid ones."""
+    """The post-training method of that name.
+
+    Raises:
+        KaruiError: there is none; names the valid ones, and where a method that trains belongs.
+    """
+    if name in TRAINED:
+        raise KaruiError(f"{name} trains on its grid: use it as a step of a recipe's `prepare:` or with `karui quantize`.")
     if name not in METHODS:
         raise KaruiError(f"unknown quantization method {name!r}; methods: {', '.join(METHODS)}.{nearest(name, METHODS)}")
     return METHODS[name]

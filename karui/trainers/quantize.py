@@ -28,7 +28,7 @@ def quantize_to_bundle(
     budget: str | None = None,
     grids: Sequence[str] = ("w2g64", "w3g64", "w4g64"),
 ) -> Manifest:
-    """Run one method of `karui.qat.methods` and write its result.
+    """Run one method of `karui.qat.methods` and write its result; a method that trains does so on the calibration text.
 
     Args:
         model: a model folder or a catalogue name.
@@ -51,12 +51,21 @@ def quantize_to_bundle(
     from karui.inference.models.config import from_hf
     from karui.kernels.qtensor import QTensor
     from karui.kernels.quantize import quantize
+    from karui.qat.methods import TRAINED
     from karui.qat.methods import method as find_method
     from karui.qat.run import quantize_model, read_config
     from karui.qat.types import Options
     from karui.trainers.mixed import plan_for
     from karui.trainers.parity import bound_for, make_gate, quantized_model
 
+    if method in TRAINED:
+        from karui.trainers.quantize_trained import train_to_bundle
+
+        if calibration is None or budget is not None:
+            raise KaruiError(f"{method} trains on the grid --spec: give --calibration FILE, and no --budget.")
+        check_target(Path(output), overwrite=False)
+        return train_to_bundle(model, output, method=method, spec=spec, embedding=embedding, calibration=calibration,
+                               samples=samples, length=length, work=work, settings=settings, skip=skip)  # fmt: skip
     chosen = find_method(method)
     check_target(Path(output), overwrite=False)
     console = Console(highlight=False)
@@ -64,12 +73,12 @@ def quantize_to_bundle(
     from_hf(read_config(folder))  # a model the engine cannot run is refused before the work, not after it
     if chosen.calibrates and calibration is None:
         raise KaruiError(f"{method} needs calibration text: give --calibration FILE, or a method that needs none (rtn, hqq).")
-    rows = _rows(folder, calibration, samples, length) if calibration is not None and chosen.calibrates else None
+    rows = rows_of_text(folder, calibration, samples, length) if calibration is not None and chosen.calibrates else None
     plan = None
     if budget is not None:
         if calibration is None:
             raise KaruiError("--budget measures each layer's loss increase: give --calibration FILE.")
-        plan_rows = _rows(folder, calibration, samples, length) if rows is None else rows
+        plan_rows = rows_of_text(folder, calibration, samples, length) if rows is None else rows
         with Progress(console=console) as bar:
             task = bar.add_task("sensitivity")
             plan = plan_for(folder, plan_rows, grids, budget, skip=skip,
@@ -114,7 +123,8 @@ def quantize_to_bundle(
     return manifest
 
 
-def _rows(folder: Path, text: Path, samples: int, length: int) -> Any:
+def rows_of_text(folder: Path, text: Path, samples: int, length: int) -> Any:
+    """The first samples x length tokens of a text file, int64 [samples, length]."""
     import torch
 
     from karui.catalogue import load_tokenizer

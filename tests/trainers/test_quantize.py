@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from karui.cli import app
 from karui.configs import KaruiError, UnsupportedError
 from karui.inference.engine import Engine
-from karui.qat.methods import METHODS
+from karui.qat.methods import METHODS, TRAINED
 from karui.trainers.quantize import quantize_to_bundle
 from tests.qat.test_experts import moe
 
@@ -115,7 +115,7 @@ class TestBadInput:
 def test_the_command_and_its_list(tiny_folder, text, tmp_path):
     shown = CliRunner().invoke(app, ["quantize", "--list"])
     assert shown.exit_code == 0
-    for method in METHODS.values():
+    for method in (*METHODS.values(), *TRAINED.values()):
         assert method.name in shown.output
     done = CliRunner().invoke(app, ["quantize", str(tiny_folder), "-o", str(tmp_path / "out"), "--method", "gptq", "--spec", "w3g32",
                                     "--calibration", str(text), "--samples", "8", "--length", "64", "--set", "damp=0.02",
@@ -125,6 +125,31 @@ def test_the_command_and_its_list(tiny_folder, text, tmp_path):
     assert manifest["provenance"]["notes"]["quantization"]["settings"]["damp"] == 0.02
     assert manifest["tensors"]["model.layers.0.mlp.up_proj.weight"]["spec"] == "none"
     assert manifest["tensors"]["model.layers.0.mlp.up_proj.weight"]["why"] == "outside the targets"
+
+
+TRAINED_SPECS = {"bitnet": "w1a8", "bitnet_158": "w1.58a8", "seq": "w2g32", "llm_qat": "w4g32a8"}
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_a_method_that_trains_becomes_a_bundle_too(tiny_folder, text, tmp_path, method):
+    spec = TRAINED_SPECS.get(method, "w4g32")
+    manifest = quantize_to_bundle(
+        str(tiny_folder), tmp_path / "out", method=method, spec=spec, calibration=text, samples=8, length=64, work=tmp_path / "work",
+        settings={"steps": 2, "batch": 4},
+    )  # fmt: skip
+    assert manifest.parity["max_abs_dlogprob"] < manifest.parity["bound"]
+    assert {t.spec for n, t in manifest.tensors.items() if "proj" in n} == {"w3g32" if method == "seq" else spec}
+    kept = json.loads((tmp_path / "work" / "run" / "recipe.json").read_text())
+    assert kept["prepare"][0]["method"] == method and kept["objective"]["kind"] == "distil"
+    assert torch.isfinite(Engine.load(tmp_path / "out", max_context=64, max_sequences=1).score([[5, 70, 90, 31]])[0]).all()
+
+
+def test_a_method_that_trains_needs_text_and_has_one_grid(tiny_folder, text, tmp_path):
+    with pytest.raises(KaruiError, match="lsq trains on the grid --spec: give --calibration FILE, and no --budget"):
+        quantize_to_bundle(str(tiny_folder), tmp_path / "out", method="lsq", spec="w4g32")
+    with pytest.raises(KaruiError, match="karui quantize --method lsq.*prepare.*learning_rate"):
+        quantize_to_bundle(str(tiny_folder), tmp_path / "out", method="lsq", spec="w4g32", calibration=text, samples=8, length=64,
+                           settings={"learning_rate": 1})  # fmt: skip
 
 
 def test_a_budget_spends_bits_where_they_count(tiny_folder, tmp_path):

@@ -16,7 +16,7 @@ class PostTrainingStep(Section):
     What is left learns to live with it: the norms (norm tweaking, arXiv 2309.02784), or everything that is not on the grid.
     """
 
-    method: Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "llm_int8", "autoround"]
+    method: Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "llm_int8", "rotation", "autoround", "block_ap"]
     spec: QuantSpec = Field(default_factory=lambda: QuantSpec.parse("w4g64"), description="grid of the block linears")
     samples: int = Field(64, ge=1, description="calibration rows, cut from the training samples")
     length: int = Field(256, ge=8, description="tokens per calibration row")
