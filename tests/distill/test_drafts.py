@@ -32,11 +32,13 @@ def loss(p, steps, soft=True, supervised=None):
                        steps=steps, decay=0.8, soft=soft, chunk=3)
 
 
+@pytest.mark.parametrize("prompt", [0, 2, 6])
 @pytest.mark.parametrize("soft", [True, False])
-def test_the_loss_by_brute_force(parts, soft):
-    """Every root and chain run on its own, one row at a time, with the layer's own KV."""
+def test_the_loss_by_brute_force(parts, soft, prompt):
+    """Every root and chain run on its own, one row at a time, with the layer's own KV; a prompt carries no loss."""
     p, layer = parts, parts["layer"]
     n, embeddings = len(p["tokens"]), parts["table"][parts["tokens"]]
+    p["best"][3], p["best"][7] = p["ids"][1], p["ids"][4]
     wanted = 0.0
     for t in range(n - 1):
         kv, mask = layer.empty_kv(), torch.ones(t + 1, t + 1, dtype=torch.bool).tril()
@@ -48,7 +50,7 @@ def test_the_loss_by_brute_force(parts, soft):
                 break
             if i:
                 a, kv = layer(embeddings[at : at + 1], a, torch.tensor([t + i]), kv, torch.ones(1, t + 1 + i, dtype=torch.bool))
-            if p["best"][at] not in p["ids"]:
+            if p["best"][at] not in p["ids"] or at < prompt:
                 continue
             log_q = layer.log_probs(a)[0]
             if soft:
@@ -57,7 +59,7 @@ def test_the_loss_by_brute_force(parts, soft):
             else:
                 value = -log_q[(p["ids"] == p["best"][at]).nonzero()[0, 0]]
             wanted = wanted + 0.8**i * value
-    ours = loss(p, 3, soft).loss_sum
+    ours = loss(p, 3, soft, torch.arange(n) >= prompt).loss_sum
     torch.testing.assert_close(ours, wanted)
     leaves = [q for q in layer.parameters()]
     for a, b in zip(torch.autograd.grad(ours, leaves, allow_unused=True), torch.autograd.grad(wanted, leaves, allow_unused=True)):

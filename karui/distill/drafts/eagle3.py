@@ -72,23 +72,31 @@ def eagle3_loss(
     usable = supervised & (ids[index] == best)
     stream, past = layer.fuse(aux), layer.empty_kv()
     past = (past[0].to(aux.device), past[1].to(aux.device))
-    sizes: list[int] = []
+    wanted = usable.nonzero()
+    # Roots before it draft nothing that carries loss: pass 0 needs their keys, later passes nothing.
+    first = max(0, int(wanted[0]) - steps) if len(wanted) else n
+    spans: list[range] = []
     for i in range(min(steps, n - 1)):
-        size = n - 1 - i
-        blocks = [torch.ones(size, s, dtype=torch.bool).tril() if j == 0 else torch.eye(size, s, dtype=torch.bool)
-                  for j, s in enumerate([*sizes, size])]
-        mask = torch.cat(blocks, 1).to(aux.device)
-        positions = torch.arange(size, device=aux.device) + i
-        stream, past = layer(embeddings[1 + i : n], stream[:size], positions, past, mask)
-        sizes.append(size)
-        rows = usable[1 + i : n].nonzero().squeeze(-1)
-        at = rows + 1 + i
+        spans.append(range(first if i else 0, n - 1 - i))
+        if not len(spans[-1]):
+            break
+        roots = torch.arange(spans[-1].start, spans[-1].stop, device=aux.device)
+        mask = torch.cat([_sees(roots, torch.arange(s.start, s.stop, device=aux.device), settled=j == 0)
+                          for j, s in enumerate(spans)], 1)
+        stream, past = layer(embeddings[roots + 1 + i], stream[roots - (spans[i - 1].start if i else 0)], roots + i, past, mask)
+        at = usable[1 + i : n].nonzero().squeeze(-1) + 1 + i
         term: Term = Logits(DenseRows(hidden[at], head), divergence("forward_kl")) if soft else Labels(index[at])
         watched = _Watched(term, index[at])
-        part = head_loss(layer.norm(stream[rows]), layer.lm_head.weight, {"draft": (decay**i, watched)}, chunk)
+        drafted = layer.norm(stream[at - 1 - i - spans[-1].start])
+        part = head_loss(drafted, layer.lm_head.weight, {"draft": (decay**i, watched)}, chunk)
         total = total + part.loss_sum
-        figures.append((part.terms["draft"], len(rows), watched.right))
+        figures.append((part.terms["draft"], len(at), watched.right))
     return Passes(total, figures)
+
+
+def _sees(roots: torch.Tensor, keys: torch.Tensor, *, settled: bool) -> torch.Tensor:
+    """[n, m] bool: of pass 0 a root sees the settled rows up to its own, of later passes its own chain."""
+    return keys <= roots[:, None] if settled else keys == roots[:, None]
 
 
 def acceptance_length(by_pass: Sequence[tuple[float, int, int]]) -> float:
