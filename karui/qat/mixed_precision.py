@@ -121,17 +121,19 @@ def _tie_of(name: str) -> str:
 
 
 def measure(
-    model: nn.Module, ties: Sequence[Tie], specs: Sequence[QuantSpec], loss: Callable[[], float],
+    model: nn.Module, ties: Sequence[Tie], specs: Sequence[QuantSpec], loss: Callable[[Tie | None], float],
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[tuple[str, str], float]:
-    """(tie name, grid) -> loss increase. `loss` scores the model as it stands, in nats per token; the model ends unchanged.
+    """(tie name, grid) -> loss increase; the model ends unchanged.
+
+    `loss` scores the model as it stands, in nats per token: unchanged (None), or changed in the linears of one tie only.
 
     The codes are rounding to nearest with a scale search, whatever method quantizes later: only their order matters.
 
     Raises:
         KaruiError: a loss that is not finite (names the group and the grid).
     """
-    base, found = loss(), {}
+    base, found = loss(None), {}
     if not math.isfinite(base):
         raise KaruiError(f"mixed precision: the model's own loss is {base}; mend the model or the rows first.")
     total = len(ties) * len(specs)
@@ -145,7 +147,7 @@ def measure(
                 with torch.no_grad():
                     for name, m, w in zip(tie.weights, modules, kept):
                         m.weight.copy_(_values(w, spec, name))
-                value = loss()
+                value = loss(tie)
                 if not math.isfinite(value):
                     raise KaruiError(f"mixed precision: {tie.name} on {spec} gives a loss of {value}; leave that grid out.")
                 found[tie.name, str(spec)] = value - base

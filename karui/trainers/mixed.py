@@ -12,7 +12,7 @@ from karui.configs.quantspec import QuantSpec
 if TYPE_CHECKING:
     import torch
 
-    from karui.qat.mixed_precision import Plan
+    from karui.qat.mixed_precision import Plan, Tie
 
 
 def plan_for(
@@ -50,12 +50,42 @@ def plan_for(
     choose_plan(ties, specs, {(t.name, str(s)): 0.0 for t in ties for s in specs}, allowed)  # refuse before the work
     few = rows[: max(1, most_tokens // rows.shape[1])]
 
-    def loss() -> float:
-        total = 0.0
-        with torch.inference_mode():
-            for row in few:
-                hidden = model.get_decoder()(row[None], use_cache=False).last_hidden_state[0, :-1]
-                total += float(nn.functional.cross_entropy(model.lm_head(hidden).float(), row[1:].long(), reduction="sum"))
-        return total / (few.shape[0] * (few.shape[1] - 1))
+    return choose_plan(ties, specs, measure(model, ties, specs, _Loss(model, few.long()), progress), allowed)
 
-    return choose_plan(ties, specs, measure(model, ties, specs, loss, progress), allowed)
+
+class _Loss:
+    """Cross entropy of rows [samples, length] in nats per token; blocks before a changed one are not run again.
+
+    Held: the hidden states at every block's input, blocks x samples x length x width x 4 bytes.
+    """
+
+    def __init__(self, model: Any, rows: torch.Tensor) -> None:
+        import torch
+
+        from karui.qat.calibration import block_arguments, decoder_of
+
+        self.model, self.rows = model, rows
+        base, self.layers, self.prefix = decoder_of(model)
+        self.norm: Any = base.norm
+        self.kwargs, embed = block_arguments(model, rows.shape[1])
+        self.before = [embed(rows)]
+        with torch.inference_mode():
+            for i in range(len(self.layers) - 1):
+                self.before.append(self._block(i, self.before[-1]))
+
+    def _block(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.layers[index](hidden, **self.kwargs[index])
+        return out[0] if isinstance(out, tuple) else out
+
+    def __call__(self, tie: Tie | None) -> float:
+        import torch
+
+        first = 0 if tie is None else int(tie.name.removeprefix(f"{self.prefix}.").partition(".")[0])
+        with torch.inference_mode():
+            hidden = self.before[first]
+            for i in range(first, len(self.layers)):
+                hidden = self._block(i, hidden)
+            total = 0.0
+            for h, row in zip(self.norm(hidden), self.rows):  # the logits of one row at a time
+                total += float(torch.nn.functional.cross_entropy(self.model.lm_head(h[:-1]).float(), row[1:], reduction="sum"))
+        return total / (self.rows.shape[0] * (self.rows.shape[1] - 1))

@@ -63,7 +63,7 @@ def test_sensitive_layers_get_more_bits():
     with torch.no_grad():
         targets = model(ids).logits.softmax(-1)
 
-    def loss():
+    def loss(_):
         with torch.no_grad():
             return float(-(targets * model(ids).logits.log_softmax(-1)).sum(-1).mean())
 
@@ -96,11 +96,27 @@ def test_a_budget_below_the_smallest_grids_says_what_they_need():
         choose_plan([], SPECS, {}, 100)
 
 
+def test_the_loss_without_the_blocks_before_is_the_loss():
+    from karui.trainers.mixed import _Loss
+
+    model, ids = tiny(), rows(4)
+    loss = _Loss(model, ids)
+    for tie in (None, *tie_groups(linears_of(model))):
+        for n in tie.weights if tie is not None else ():
+            model.get_submodule(n.removesuffix(".weight")).weight.data.mul_(1.3)
+        with torch.no_grad():
+            logits = model(ids).logits[:, :-1]
+        whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        assert loss(tie) == pytest.approx(float(whole), rel=1e-5)
+        for n in tie.weights if tie is not None else ():
+            model.get_submodule(n.removesuffix(".weight")).weight.data.div_(1.3)
+
+
 def test_a_loss_that_is_not_finite_names_the_group():
     model = tiny()
     ties, calls = tie_groups(linears_of(model))[:1], []
 
-    def loss():
+    def loss(_):
         calls.append(1)
         return 1.0 if len(calls) == 1 else float("nan")
 
