@@ -20,7 +20,7 @@ from karui.configs.errors import UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.kernels import rounding
 from karui.kernels.qtensor import QTensor
-from karui.kernels.quantize import elements, quantize
+from karui.kernels.quantize import checked_rows, elements, quantize
 from karui.kernels.quantize.grid import grouped, inverse
 from karui.kernels.quantize.integer import find_range
 from karui.kernels.quantize.microscaling import e8m0_value
@@ -50,7 +50,7 @@ def searched(
     Grids without a search are rounded by their own rule.
     """
     if spec.format == "int":
-        quantize(w[:1], spec, name=name)  # the checks of shape and finiteness, with their messages
+        checked_rows(w, spec, name)
         scale, zero = search_scale(w, spec, weight=weight, steps=steps, signed=signed)
         return encode(w, spec, scale, zero, tuple(w.shape))
     plain = quantize(w, spec, name=name)

@@ -19,6 +19,7 @@ from pydantic import Field
 from karui.configs.errors import UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
+from karui.kernels.quantize import checked_rows
 from karui.kernels.quantize.grid import DTYPES, grouped, inverse
 from karui.kernels.quantize.integer import find_range
 from karui.qat.calibration import Block
@@ -40,10 +41,15 @@ class HQQConfig(MethodConfig):
 CONFIG = HQQConfig
 
 
-def solve(w: torch.Tensor, spec: QuantSpec, config: HQQConfig) -> QTensor:
-    """Codes of w [out, in] fp32 on an int grid."""
+def solve(w: torch.Tensor, spec: QuantSpec, config: HQQConfig, *, name: str = "tensor") -> QTensor:
+    """Codes of w [out, in] fp32 on an int grid.
+
+    Raises:
+        UnsupportedError: another grid. KaruiError: weights that are not finite, groups that do not divide; says `name`.
+    """
     if spec.format != "int":
         raise UnsupportedError(f"HQQ serves int grids, not {spec}; use rtn for it.")
+    checked_rows(w, spec, name)
     x = grouped(w, spec)
     scale, zero = search_scale(w, spec) if config.search else find_range(x, spec)
     best_scale, best_zero = scale, zero
@@ -79,5 +85,5 @@ def quantize_block(block: Block, config: HQQConfig) -> None:
     """Commit every targeted linear of the block."""
     for name, linear in block.linears.items():
         w = linear.weight.detach().float()
-        q = solve(w, block.specs[name], config)
+        q = solve(w, block.specs[name], config, name=name)
         block.commit(name, q, LayerReport(name=name, spec=str(q.spec), method="hqq", error=weight_error(w, q)))

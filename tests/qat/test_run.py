@@ -156,14 +156,17 @@ def test_group_size_that_does_not_divide_is_refused_before_work() -> None:
         run(tiny(), "gptq", "w4g64")
 
 
-@pytest.mark.parametrize("name", ["rtn", "gptq", "awq"])
-def test_nan_names_the_layer(name: str) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_and_infinity_name_the_layer(name: str, bad: float) -> None:
+    """In activations where a method sees some, else in the weight."""
     model = tiny()
-    model.model.layers[1].post_attention_layernorm.weight.data[3] = float("nan")
-    if name == "rtn":
-        model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
-    with pytest.raises(KaruiError, match=r"model\.layers\.1\.(post_attention_layernorm|mlp\.up_proj)"):
-        run(model, name)
+    if METHODS[name].calibrates:
+        model.model.layers[1].post_attention_layernorm.weight.data[3] = bad
+    else:
+        model.model.layers[1].mlp.up_proj.weight.data[5, 0] = bad
+    with pytest.raises(KaruiError, match=r"model\.layers\.1\.(post_attention_layernorm|mlp\.(up|gate)_proj)"):
+        run(model, name, names_for(name), settings=QUICK.get(name, {}))
 
 
 def test_already_quantized_is_refused(tmp_path: Path) -> None:

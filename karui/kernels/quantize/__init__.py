@@ -49,6 +49,21 @@ def quantize(
         UnsupportedError: the spec stands for no grid (`none`) or one this function does not build.
     """
     family = _family(spec, name)
+    rows = checked_rows(w, spec, name)
+    given: dict[str, Any] = {}
+    if scale is not None:
+        if spec.format != "int":
+            raise UnsupportedError(f"{name}: a given scale works on int grids, not on {spec}.")
+        given = {"scale": scale, "zero": zero}
+    try:
+        parts = family.encode(rows, spec, **given)
+    except KaruiError as error:
+        raise type(error)(f"{name}: {error}") from error
+    return QTensor(spec=spec, shape=tuple(w.shape), **parts)
+
+
+def checked_rows(w: torch.Tensor, spec: QuantSpec, name: str) -> torch.Tensor:
+    """w [..., in] as fp32 [rows, in]; `KaruiError` when it is empty, not finite, or its groups do not divide."""
     if w.numel() == 0:
         raise KaruiError(f"{name}: cannot quantize an empty tensor of shape {tuple(w.shape)}.")
     if spec.group_size is not None and w.shape[-1] % spec.group_size:
@@ -61,16 +76,7 @@ def quantize(
     if not torch.isfinite(rows.sum()) and not torch.isfinite(rows).all():
         bad = int((~torch.isfinite(rows)).sum())
         raise KaruiError(f"{name}: {bad} of {rows.numel()} values are NaN or infinite; mend the weights before quantizing.")
-    given: dict[str, Any] = {}
-    if scale is not None:
-        if spec.format != "int":
-            raise UnsupportedError(f"{name}: a given scale works on int grids, not on {spec}.")
-        given = {"scale": scale, "zero": zero}
-    try:
-        parts = family.encode(rows, spec, **given)
-    except KaruiError as error:
-        raise type(error)(f"{name}: {error}") from error
-    return QTensor(spec=spec, shape=tuple(w.shape), **parts)
+    return rows
 
 
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
