@@ -144,7 +144,9 @@ class Eagle3Objective(Section):
     decay: float = Field(0.8, gt=0, le=1, description="weight of pass i is decay^i")
     vocabulary: int = Field(4096, ge=16, description="most frequent tokens of the data that it can draft")
     intermediate: int | None = Field(None, ge=8, description="width of its feed-forward layer; null: the model's")
+    kv_heads: int | None = Field(None, ge=1, description="key-value heads; more of them copy more exactly; null: the model's")
     soft: bool = Field(True, description="learn the model's distribution; false: its text")
+    start: Literal["copy", "random"] = Field("copy", description="copy: the layer's attention begins as an induction head")
     states: Literal["model", "engine"] = Field(
         "model", description="what computes the states; engine: as they are served, quantized by the run's prepare step")
     keep_states: bool = Field(False, description="keep the model's states in memory: later epochs do not run it")

@@ -6,6 +6,7 @@ draft into the bundle, where `speculation: eagle3` or `medusa` finds it. The hel
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,13 +21,18 @@ from karui.configs.objectives import Eagle3Objective, MedusaObjective
 from karui.distill import capture
 from karui.distill.drafts.eagle3 import acceptance_length, eagle3_loss
 from karui.distill.drafts.medusa import medusa_loss
-from karui.trainers.data import IGNORE, PackedBatch, SampleSet
+from karui.distill.drafts.start import calibrate, scale_fusion, start_copying
+from karui.trainers.data import IGNORE, PackedBatch, SampleSet, collate
 from karui.trainers.model import LossSum, base_model
 from karui.trainers.objectives.cached import packed_documents
 from karui.trainers.objectives.engine_states import EngineStates
 
 if TYPE_CHECKING:
     from karui.trainers.run import Setup
+
+logger = logging.getLogger(__name__)
+START_DOCUMENTS = 40
+"""Documents on which the start of an EAGLE-3 draft is fitted."""
 
 
 class Draft(LossSum):
@@ -106,8 +112,10 @@ class Eagle3Draft(Draft):
         target = from_hf(base_model(model).config.to_dict())  # type: ignore[union-attr,operator]
         ids = frequent_tokens(samples, section.vocabulary, target.vocab_size)
         config = Eagle3Config.of(target, len(ids))
-        if section.intermediate:
-            config = replace(config, intermediate_size=section.intermediate)
+        config = replace(config, intermediate_size=section.intermediate or config.intermediate_size,
+                         num_kv_heads=section.kv_heads or config.num_kv_heads)
+        if config.num_heads % config.num_kv_heads:
+            raise KaruiError(f"objective.kv_heads: {config.num_heads} heads cannot share {config.num_kv_heads} key-value heads.")
         self.draft = Eagle3(config, ids)
         self.ids: torch.Tensor
         self.head: torch.Tensor
@@ -117,20 +125,25 @@ class Eagle3Draft(Draft):
             self.draft.lm_head.weight.copy_(head[ids])
         self.register_buffer("head", head[ids].float().clone(), persistent=False)
         self.engine = EngineStates(model, codes, self.chunk) if section.states == "engine" else None
-        self._scale_fusion(samples)
+        self._start(samples)
 
-    @torch.no_grad()
-    def _scale_fusion(self, samples: SampleSet) -> None:
-        """Start `fc` so that a typical fused stream has mean square one, each layer's streams with an equal part in it.
-
-        Streams grow with depth, and what the new layer adds to them would drown: SmolLM2-135M's enter layers 2, 15 and 27 with
-        root mean squares of 2.8, 6.1 and 21.8. The median over a text's tokens leaves out its first, a hundred times larger.
-        """
-        ids = torch.from_numpy(np.asarray(samples[0].ids).astype(np.int64))
-        aux = self.record(ids, torch.arange(len(ids)))[0].unflatten(-1, (-1, self.draft.config.hidden_size))
-        sizes = aux.pow(2).mean(-1).sqrt().median(0).values.clamp_min(1e-6)
-        weight = self.draft.fc.weight.unflatten(-1, (len(sizes), -1))  # [H, L, H]
-        weight.normal_().div_(sizes[:, None] * (len(sizes) * weight.shape[-1]) ** 0.5)
+    def _start(self, samples: SampleSet) -> None:
+        """See `karui.distill.drafts.start`, on the first documents."""
+        aux, embeddings = [], []
+        table = base_model(self.model).get_input_embeddings()  # type: ignore[operator]
+        batches = [collate([samples[i]]) for i in range(min(START_DOCUMENTS, len(samples)))]
+        for batch in batches:
+            for at, (streams, *_) in self.recorded(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets):
+                aux.append(streams.float())
+                embeddings.append(table(batch.tokens[at]).detach().float())
+        if not aux:
+            raise KaruiError("draft-eagle3: none of the first samples has a supervised token; see the preflight's report.")
+        scale_fusion(self.draft, aux[0])
+        if self.section.start == "copy":
+            found = start_copying(self.draft, aux, embeddings)
+            scale = calibrate(self.draft, lambda: sum(float(self.of(batch)) for batch in batches[:8]))
+            logger.info("the draft starts as an induction head; its streams show their token with R^2 %.2f, logits times %.2f",
+                        found, scale)
 
     def metrics(self) -> dict[str, float]:
         """The last micro-batches' means by pass, and the acceptance length they promise for a greedy chain."""
