@@ -11,7 +11,8 @@ TransformerEngine's modules, which need their packages and a GPU; here karui's l
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from karui.configs.errors import UnsupportedError
@@ -19,6 +20,7 @@ from karui.configs.recipe import Recipe
 from karui.configs.steps.lowprec import LowPrecisionStep
 
 logger = logging.getLogger(__name__)
+_BACKEND = "ACCELERATE_FP8_BACKEND"
 
 
 def resolve_precision(recipe: Recipe, environment: Mapping[str, str], *, cuda: bool) -> Recipe:
@@ -47,8 +49,19 @@ def resolve_precision(recipe: Recipe, environment: Mapping[str, str], *, cuda: b
     return recipe.model_copy(update={"run": run, "prepare": prepare})
 
 
+@contextmanager
+def kept_from_accelerate(environment: MutableMapping[str, str]) -> Iterator[None]:
+    """While a run lasts: the recipe has the FP8 step, and accelerate must not wrap the model in FP8 modules of its own."""
+    held = environment.pop(_BACKEND, None)
+    try:
+        yield
+    finally:
+        if held is not None:
+            environment[_BACKEND] = held
+
+
 def _step(environment: Mapping[str, str]) -> dict[str, Any]:
-    backend = environment.get("ACCELERATE_FP8_BACKEND", "").upper()
+    backend = environment.get(_BACKEND, "").upper()
     if backend in ("", "NO"):
         return {"method": "fp8-current"}
     if backend == "AO":

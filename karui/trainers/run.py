@@ -79,13 +79,13 @@ def run_recipe(
     """
     import torch
 
-    from karui.trainers.launched import resolve_precision
+    from karui.trainers.launched import kept_from_accelerate, resolve_precision
     from karui.trainers.ranks import together
 
     recipe = resolve_precision(recipe, os.environ, cuda=torch.cuda.is_available())
     accelerator = _make_accelerator(recipe)
     _set_threads(recipe, accelerator)
-    with together(recipe, accelerator):
+    with kept_from_accelerate(os.environ), together(recipe, accelerator):
         return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker)
 
 

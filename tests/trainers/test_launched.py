@@ -44,21 +44,41 @@ def test_what_cannot_be_served(make_recipe):
 
 
 def test_a_run_under_the_launchers_environment(make_recipe, monkeypatch):
+    """The backend of accelerate's fp8_config is the launcher's word to us; accelerate itself wraps nothing."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
     folder = run_recipe(make_recipe(prepare=[], optim={"steps": 3})).folder
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    same = run_recipe(make_recipe(prepare=[{"method": "fp8-current"}], optim={"steps": 3}, run={"output": f"{folder}-b"})).folder
+    assert os.environ["ACCELERATE_FP8_BACKEND"] == "AO"
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_FP8_BACKEND"):
+        monkeypatch.delenv(name)
+    own = [{"method": "fp8-current", "compat": "ao"}]
+    same = run_recipe(make_recipe(prepare=own, optim={"steps": 3}, run={"output": f"{folder}-b"})).folder
     assert [r["loss"] for r in read_log(folder) if "loss" in r] == [r["loss"] for r in read_log(same) if "loss" in r]
 
 
-def test_accelerate_launch_with_our_recipes_fp8(make_recipe, tmp_path):
-    """`accelerate launch --config_file` with mixed_precision no, and FP8 from the recipe: needs no FP8 package."""
-    recipe, path, config = make_recipe(run={"precision": "fp8"}, optim={"steps": 2}), tmp_path / "r.yaml", tmp_path / "a.yaml"
+def launch(folder, recipe, **config):
+    """`accelerate launch --config_file` of a recipe on one CPU process."""
+    path, yaml_file = folder / "r.yaml", folder / "a.yaml"
     path.write_text(json.dumps(recipe.dump()))
-    config.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True,
-                                      "num_processes": 1, "mixed_precision": "no"}))
-    done = subprocess.run([sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "-m",
+    yaml_file.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True,
+                                         "num_processes": 1, **config}))  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(yaml_file), "-m",
                            "karui.trainers.run", str(path)], capture_output=True, text=True, timeout=240,
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "fp8-current" in done.stdout + done.stderr and "emulate" in done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_accelerate_launch_with_our_recipes_fp8(make_recipe, tmp_path):
+    """mixed_precision no, and FP8 from the recipe: needs no FP8 package."""
+    said = launch(tmp_path, make_recipe(run={"precision": "fp8"}, optim={"steps": 2}), mixed_precision="no")
+    assert "fp8-current" in said and "emulate" in said
+
+
+@pytest.mark.peer
+def test_accelerate_launch_with_fp8_from_yaml(make_recipe, tmp_path):
+    """accelerate asks for torchao before it hands fp8 on; karui's linears train, with torchao's rounding."""
+    pytest.importorskip("torchao")
+    recipe = make_recipe(optim={"steps": 2})
+    said = launch(tmp_path, recipe, mixed_precision="fp8", fp8_config={"backend": "AO"})
+    assert "fp8-current" in said and "emulate" in said
