@@ -9,9 +9,10 @@ layer policy (first and last blocks high) too.
 
 What a gap has to exceed to count:
     paired error   standard error of the mean difference over the held-out windows; the windows are common, so it is small
-    chance         runs that differ in nothing that matters (initial weights moved by 1e-6 of their size, other random bits for
-                   stochastic rounding) part ways too; their spread is what training's chaos makes
-A difference of two runs is called separable when it exceeds 2 sqrt(paired error^2 + 2 spread^2).
+    chance         runs that differ in nothing that matters part ways too: fp32 from initial weights moved by 1 % of their size, about
+                   what rounding to 8 bits moves them; NVFP4 with other random bits for its stochastic rounding. The spread of each
+                   group is the chance in its kind; gaps are taken to the group's mean
+A run is called separable from a group when it is away from its mean by more than 2 sqrt(paired error^2 + spread^2 (1 + 1 / runs)).
 
 Runs are kept in --cache, a file each, with their settings: the table accumulates, and a run that is there is not repeated.
 """
@@ -38,8 +39,9 @@ from karui.lowprec.optim import OPTIMIZERS, build_optimizer
 EVERYWHERE = LayerPolicy(first_blocks=0, last_blocks=0)
 GOALS = {"fp8-current": 1.003, "fp8-blockwise": 1.003, "mxfp8": 1.003, "nvfp4": 1.015}
 SMOOTHED = 25  # steps of training loss that one point of a curve averages
-ALIKE = (("fp32", "fp32, moved by 1e-6", "fp32, moved by 2e-6"), ("nvfp4, all blocks", "nvfp4, all blocks, other random bits"))
 BASE = "nvfp4, all blocks"  # what the variants with one ingredient off are compared with
+FP32 = ("fp32", "fp32, moved by 1 %", "fp32, moved by 1 % again")
+NVFP4 = (BASE, f"{BASE}, other random bits", f"{BASE}, more random bits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,12 @@ QUICK = Job(steps=150, width=96, blocks=4, batch=4, length=128, windows=128, lr=
 
 
 def runs(job: Job) -> dict[str, Any]:
-    """By name: None (fp32), "bf16" (autocast), an optimizer's name, a float (weights moved by that share), or a `Precision`."""
+    """By name: None (fp32), "bf16" (autocast), an optimizer's name, an int (seed that moves the weights), or a `Precision`."""
     late = ({"step": job.steps * 4 // 5, "gemm": "fprop", "to": "high"},)
-    table: dict[str, Any] = {"fp32": None, "fp32, moved by 1e-6": 1e-6, "fp32, moved by 2e-6": 2e-6, "bf16": "bf16"}
+    table: dict[str, Any] = dict(zip(FP32, (None, 1, 2))) | {"bf16": "bf16"}
     table |= {name: {} for name in ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4")}
     nvfp4: dict[str, Any] = {"recipe": "nvfp4"}
-    table |= {"nvfp4": nvfp4 | {"policy": LayerPolicy()}, BASE: nvfp4, f"{BASE}, other random bits": nvfp4 | {"seed": 1}}
+    table |= {"nvfp4": nvfp4 | {"policy": LayerPolicy()}} | {name: nvfp4 | {"seed": seed} for seed, name in enumerate(NVFP4)}
     without = {"stochastic rounding": "stochastic", "Hadamard transform": "hadamard", "16x16 weight tiles": "square_weights",
                "the tensor's scale": "tensor_scale"}  # fmt: skip
     table |= {f"{BASE}, without {name}": nvfp4 | {key: False} for name, key in without.items()}
@@ -126,39 +128,35 @@ def figures(done: dict[str, Any]) -> list[Figure]:
     for name in done:
         if name == "fp32" or "fp32" not in done:
             continue
-        note = "gap to fp32 " + verdict(done, name, "fp32", percent_of=mean["fp32"])
+        note = "gap to fp32 " + verdict(done, name, FP32)
         if name.startswith("optimizer"):
             worst = max(abs(a / b - 1) for (_, a), (_, b) in zip(done[name]["curve"], done["fp32"]["curve"]))
             states = f"{done[name]['state_bytes'] / 1e6:.1f} MB against {8 * done[name]['parameters'] / 1e6:.1f} MB"
             note += f"; training loss within {100 * worst:.2f} % all the way; states {states}"
-        if name.startswith("nvfp4") and name != BASE and BASE in done:
-            note += f"; against {BASE} " + verdict(done, name, BASE, percent_of=mean[BASE])
+        if name.startswith("nvfp4") and name not in NVFP4 and BASE in done:
+            note += f"; to {BASE} " + verdict(done, name, NVFP4)
         out.append(Figure(name=name, ours=mean[name], unit="nats/byte", peer=mean["fp32"], peer_name="fp32", goal=GOALS.get(name),
                           better="lower", note=note))  # fmt: skip
     return out
 
 
-def verdict(done: dict[str, Any], name: str, base: str, *, percent_of: float) -> str:
-    """The mean paired difference in percent, its two errors, and whether it counts."""
-    differences = [a - b for a, b in zip(done[name]["windows"], done[base]["windows"])]
+def verdict(done: dict[str, Any], name: str, group: tuple[str, ...]) -> str:
+    """The mean paired difference of a run to the others of `group` in percent, its two errors, and whether it counts."""
+    others = [done[n]["windows"] for n in group if n in done and n != name]
+    base = [statistics.fmean(values) for values in zip(*others)]
+    differences = [a - b for a, b in zip(done[name]["windows"], base)]
     gap, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
-    spread = chance(done)
-    bound = 2 * math.sqrt(error**2 + 2 * spread**2)
-    text = (
-        f"{100 * gap / percent_of:+.3f} % (paired error {100 * error / percent_of:.3f}, chance {100 * spread / percent_of:.3f})"
-    )
+    spread = chance(done, NVFP4 if name.startswith("nvfp4") else FP32)
+    percent = 100 / statistics.fmean(base)
+    text = f"{gap * percent:+.2f} % (paired error {error * percent:.2f}, chance {spread * percent:.2f})"
+    bound = 2 * math.sqrt(error**2 + spread**2 * (1 + 1 / len(others)))
     return text + (" separable" if abs(gap) > bound else " not separable")
 
 
-def chance(done: dict[str, Any]) -> float:
-    """Spread (standard deviation, nats) between runs that differ by chance alone, pooled over both groups of `ALIKE`."""
-    squares, freedom = 0.0, 0
-    for names in ALIKE:
-        means = [statistics.fmean(done[n]["windows"]) for n in names if n in done]
-        if len(means) > 1:
-            squares += statistics.variance(means) * (len(means) - 1)
-            freedom += len(means) - 1
-    return math.sqrt(squares / freedom) if freedom else 0.0
+def chance(done: dict[str, Any], group: tuple[str, ...]) -> float:
+    """Spread (standard deviation, nats) of runs that differ by chance alone."""
+    means = [statistics.fmean(done[n]["windows"]) for n in group if n in done]
+    return statistics.stdev(means) if len(means) > 1 else 0.0
 
 
 def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
@@ -168,10 +166,11 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
     "cpu_seconds", "state_bytes", "parameters"}.
     """
     model = build(job)
-    if isinstance(what, float):
+    if isinstance(what, int):
+        moved = torch.Generator().manual_seed(what)
         with torch.no_grad():
             for p in model.parameters():
-                p.mul_(1 + what * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+                p.mul_(1 + 0.01 * torch.randn(p.shape, generator=moved))
     name_of = what if what in OPTIMIZERS else "adamw"
     optimizer = build_optimizer(name_of, model, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, job.lr, total_steps=job.steps + 1, pct_start=0.1)
