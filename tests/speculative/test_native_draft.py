@@ -84,7 +84,7 @@ def engine(config: SpeculationConfig):
 def test_an_engine_writes_plain_decoding_s_tokens(temperature):
     prompts = [[5, 9, 2, 41, 8], [3] * 20, [7]]
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
-    drafted = engine(SpeculationConfig(method="eagle3", k=3, adaptive=False))
+    drafted = engine(SpeculationConfig(method="eagle3", k=3, least=0.0, adaptive=False))
     wanted = [o.token_ids for o in tiny_engine(native=True).generate(prompts, params)]
     assert [o.token_ids for o in drafted.generate(prompts, params)] == wanted
     assert drafted.stats.num_drafted_tokens > 0
@@ -92,7 +92,7 @@ def test_an_engine_writes_plain_decoding_s_tokens(temperature):
 
 
 def test_new_weights_bring_a_new_embedding():
-    drafted = engine(SpeculationConfig(method="eagle3", k=3, adaptive=False))
+    drafted = engine(SpeculationConfig(method="eagle3", k=3, least=0.0, adaptive=False))
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     drafted.generate([[5, 9, 2]], params)
     other = tiny_weights(tiny_config(), seed=9)
@@ -107,3 +107,19 @@ def test_bad_sizes_are_refused():
         pack_layer(head(20, 2, 2, 5, 33, 17), QuantSpec.parse("none"))
     with pytest.raises(KaruiError, match="at least 1"):
         SpeculationConfig(method="eagle3", nodes=0)
+
+
+def test_a_draft_that_promises_too_little_gives_way():
+    model = head(32, 4, 2, 8, 61, 45)
+    packed = native.pack(native.load(), "embedding", torch.randn(61, 32))
+    layer = pack_layer(model, QuantSpec.parse("none"))
+
+    def drafted(least):
+        torch.manual_seed(0)
+        p = NativeEagle3Proposer(model, layer, lambda: packed.linear, depth=3, width=2, nodes=3, least=least)
+        p.observe(Observation(0, [1, 2, 3], [4], aux=torch.randn(3, 64)))
+        first = p.propose(Context([1, 2, 3, 4], 8))
+        assert p.settled == 3  # either way: the next draft builds on these rows
+        return first
+
+    assert len(drafted(0.0)) == 3 and len(drafted(3.0)) == 0

@@ -201,13 +201,13 @@ class Eagle3Proposer:
     needs_hidden = False
 
     def __init__(self, model: Eagle3, embed: Callable[[torch.Tensor], torch.Tensor], depth: int = 5, width: int = 4,
-                 nodes: int = 24, expand: int | None = None) -> None:
-        """embed: the target's embedding lookup, ids [n] -> [n, H]; expand: None for `width`."""
+                 nodes: int = 24, expand: int | None = None, least: float = 0.0) -> None:
+        """embed: the target's embedding lookup, ids [n] -> [n, H]; expand: None for `width`; least: tokens a draft promises."""
         if min(depth, width, nodes, width if expand is None else expand) < 1:
             raise KaruiError(f"eagle3: depth, width, nodes, expand must be at least 1, got {depth}, {width}, {nodes}, {expand}.")
         self.model, self.embed = model, embed
         self.depth, self.width, self.nodes = depth, min(width, model.config.draft_vocab_size), nodes
-        self.expand = self.width if expand is None else expand
+        self.expand, self.least = self.width if expand is None else expand, least
         self.aux_layers: tuple[int, ...] = model.config.aux_layers
         self.reset()
 
@@ -244,6 +244,9 @@ class Eagle3Proposer:
         self.streams, self.tokens, self.positions = [], [], []
         # Stable order: on equal scores the earlier node, hence the parent, comes first.
         kept = sorted(sorted(range(len(tokens)), key=lambda i: -scores[i])[:limit])
+        # By the layer's own belief each node is accepted with its likelihood; a plain step is cheaper than a hopeless draft.
+        if sum(math.exp(scores[i]) for i in kept) < self.least:
+            return NOTHING
         index = {-1: -1} | {node: i for i, node in enumerate(kept)}
         above = [index[parents[i]] for i in kept]
         return Draft(tokens=[tokens[i] for i in kept], parents=None if above == list(range(-1, len(kept) - 1)) else above)
@@ -290,10 +293,10 @@ class NativeEagle3Proposer(Eagle3Proposer):
     """
 
     def __init__(self, model: Eagle3, layer: DraftLayer, embedding: Callable[[], Any], depth: int = 3, width: int = 2,
-                 nodes: int = 3) -> None:
-        """layer: `model`, packed by `pack_layer`; embedding: the target's packed embedding as it is now."""
+                 nodes: int = 3, least: float = 0.0) -> None:
+        """layer: `model`, packed by `pack_layer`; embedding: the target's packed embedding as it is now; least: see the base."""
         self.layer, self.embedding = layer, embedding
-        super().__init__(model, _no_lookup, depth, width, nodes, expand=1)
+        super().__init__(model, _no_lookup, depth, width, nodes, expand=1, least=least)
 
     def reset(self) -> None:
         super().reset()
@@ -317,11 +320,17 @@ class NativeEagle3Proposer(Eagle3Proposer):
         return tokens, parents, scores
 
 
-def pack_layer(model: Eagle3, spec: QuantSpec) -> DraftLayer:
-    """The layer for `NativeEagle3Proposer`, its matrices on a grid."""
+def pack_layer(model: Eagle3, spec: QuantSpec | None = None) -> DraftLayer:
+    """The layer for `NativeEagle3Proposer`, its matrices on a grid; None: w4g64, or w8 where groups of 64 do not fit.
+
+    A wrong guess costs a row and never a token, and the bytes count: the target's weights push the layer's out of the caches.
+    """
     from karui.kernels.native.draft import DraftLayer
 
     c = model.config
+    if spec is None:
+        whole = all(n % 64 == 0 for n in (c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim))
+        spec = QuantSpec.parse("w4g64" if whole else "w8")
     return DraftLayer(model.tensors(), heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, eps=c.norm_eps,
                       theta=c.rope_theta, spec=spec)
 

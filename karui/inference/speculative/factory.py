@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from karui.configs.errors import CorruptError, KaruiError
-from karui.configs.quantspec import QuantSpec
 from karui.inference.models.config import ModelConfig
 from karui.inference.speculative.base import Proposer
 from karui.inference.speculative.config import SpeculationConfig
@@ -22,8 +21,6 @@ from karui.inference.speculative.medusa import DEFAULT_CHOICES, MedusaHeads, Med
 from karui.inference.speculative.ngram import NgramProposer
 
 MEDUSA_FILE, EAGLE3_FILE = "medusa.safetensors", "eagle3.safetensors"
-DRAFT_GRID = QuantSpec.parse("w8")
-"""Of a natively run drafting layer: a wrong guess costs a row, never a token."""
 
 
 class Speculator:
@@ -63,7 +60,7 @@ class Speculator:
                 raise KaruiError(f"eagle3 head: made for hidden {c.hidden_size}, {c.vocab_size} tokens, layers {c.aux_layers}, "
                                  f"but the model has {model.hidden_size}, {model.vocab_size}, {model.num_layers} layers.")
             if embedding is not None:
-                self.layer = pack_layer(self.eagle3, DRAFT_GRID)
+                self.layer = pack_layer(self.eagle3)
             elif embed is None:
                 raise KaruiError("eagle3 needs the target's embedding lookup.")
         elif config.method == "draft" and drafter is None:
@@ -86,9 +83,10 @@ class Speculator:
         if c.method == "eagle3":
             assert self.eagle3 is not None
             if self.embedding is not None:
-                return NativeEagle3Proposer(self.eagle3, self.layer, self.embedding, c.k, c.width or 2, c.nodes or 3)
+                least = 0.6 if c.least is None else c.least
+                return NativeEagle3Proposer(self.eagle3, self.layer, self.embedding, c.k, c.width or 2, c.nodes or 3, least)
             assert self.embed is not None
-            return Eagle3Proposer(self.eagle3, self.embed, c.k, c.width or 4, c.nodes or 24)
+            return Eagle3Proposer(self.eagle3, self.embed, c.k, c.width or 4, c.nodes or 24, least=c.least or 0.0)
         raise KaruiError("speculation is off (method none); there is no proposer to make.")
 
 

@@ -125,14 +125,14 @@ def _weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def make_runner(config: Any, weights: Mapping[str, Any]) -> Any:
-    """The fastest runner here for weights in memory: native on a CPU where it serves the model, else torch."""
+    """The fastest runner here for weights in memory, on torch's number of threads: native if it serves the model, else torch."""
     from karui.inference.models.decoder import TorchRunner
 
     if not torch.cuda.is_available():
         try:
-            from karui.inference.models.native import NativeRunner
+            from karui.inference.models.native import NativeRunner, default_threads
 
-            return NativeRunner(config, dict(weights))
+            return NativeRunner(config, dict(weights), threads=min(default_threads(), torch.get_num_threads()))
         except (ImportError, UnsupportedError) as error:
             logger.info("rollouts: the torch runner, because the native one cannot serve this model: %s", error)
             return TorchRunner(config, dict(weights), torch.device("cpu"), torch.float32, False)
