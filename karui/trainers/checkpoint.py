@@ -180,7 +180,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
         raise CorruptError(f"{folder / OPTIMIZER} cannot be read: {error}. {advice}") from error
 
 
-def _as_of_now(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_of_now(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """A stored recipe with the defaults of keys that came later; as it is when this version cannot read it."""
     try:
         found: Mapping[str, Any] = json.loads(json.dumps(Recipe.build(stored).dump()))
@@ -191,7 +191,7 @@ def _as_of_now(stored: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_belongs(state: Mapping[str, Any], recipe: Recipe, *, base: str, data: str, source: str) -> None:
     """Raise `KaruiError` when a checkpoint is of another run: other base, other data, other recipe (the keys are named)."""
-    old, new = _leaves(_as_of_now(state.get("recipe", {}))), _leaves(json.loads(json.dumps(recipe.dump())))
+    old, new = _leaves(as_of_now(state.get("recipe", {}))), _leaves(json.loads(json.dumps(recipe.dump())))
     changed = [k for k in sorted(set(old) | set(new)) if old.get(k) != new.get(k) and not _free(k)]
     if serious := [k for k in changed if k not in _ROUNDING]:
         shown = "; ".join(f"{k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in serious[:4])

@@ -15,7 +15,8 @@ import numpy as np
 
 from karui.configs.recipe import Recipe
 from karui.configs.steps import Ia3Step, LoraStep, PromptStep, VeraStep
-from karui.trainers.data import SampleSet, load_samples, plan_epoch, total_steps
+from karui.trainers.compact import compact
+from karui.trainers.data import SampleSet, collate, plan_epoch, read_data, total_steps
 from karui.trainers.data.dataset import describe
 from karui.trainers.estimate import (
     Memory,
@@ -32,6 +33,7 @@ from karui.trainers.estimate import (
 )
 from karui.trainers.schedule import warmup_steps
 
+COMPUTED_MICROS = 8  # the largest micro-batches, of which the rows that are computed are counted
 PLANNED_STEPS = 2000  # of the first epoch, looked at for the largest micro-batch and the mean step
 
 
@@ -117,14 +119,12 @@ class Preflight:
 
 def dry_run(recipe: Recipe, *, world: int = 1) -> Preflight:
     """The preflight of a recipe: reads the model's config and tokenizer and the data, no weights."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     from karui.catalogue import resolve
 
     folder = resolve(recipe.model.name)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    train = load_samples(recipe.data, tokenizer, "train")
-    evaluation = load_samples(recipe.data, tokenizer, "eval")
+    tokenizer, train, evaluation = read_data(recipe.data, folder)
     return preflight(recipe, AutoConfig.from_pretrained(folder), tokenizer, train, evaluation, world=world)
 
 
@@ -143,14 +143,14 @@ def preflight(recipe: Recipe, config: Any, tokenizer: Any, train: SampleSet, eva
     model = skeleton(config)
     shape = shape_of(model)
     trained = trained_by(recipe, model, shape)
-    load = _load(recipe, train, world)
-    rate = rate or measure_rate(shape, tokens=min(512, load.largest_tokens))
     steps = total_steps(len(train), batch=recipe.optim.batch, epochs=recipe.optim.epochs, steps=recipe.optim.steps)
+    load = _load(recipe, train, world, steps)
+    rate = rate or measure_rate(shape, tokens=min(512, load.largest_tokens))
     flops = step_flops(recipe, shape, trained, tokens=load.tokens, supervised=load.supervised, squared_lengths=load.squared)
     traffic = step_traffic(recipe, shape, trained, tokens=load.tokens, micros=load.micros)
     step_seconds = (flops / rate.flops_per_s + traffic / rate.bytes_per_s) / world
     held_out = evaluation if evaluation is not None and len(evaluation) else None
-    used = memory(recipe, shape, trained, tokens=load.largest_tokens, supervised=load.largest_supervised)
+    used = memory(recipe, shape, trained, tokens=load.largest_rows, supervised=load.largest_supervised)
     baseline, available = _machine()
     per_epoch = -(-len(train) // recipe.optim.batch)
     parts: dict[str, Any] = dict(
@@ -168,38 +168,54 @@ def preflight(recipe: Recipe, config: Any, tokenizer: Any, train: SampleSet, eva
 
 @dataclass(frozen=True, kw_only=True)
 class _Load:
-    """Means over the steps that were planned, over all ranks, and the largest micro-batch of any rank."""
+    """Means over the steps that were planned, over all ranks, and the largest micro-batch of any rank; `largest_rows`: what of it
+    a rank computes."""
 
     tokens: float
     supervised: float
     squared: float
     micros: float
     largest_tokens: int
+    largest_rows: int
     largest_supervised: int
     notes: tuple[str, ...]
 
 
-def _load(recipe: Recipe, train: SampleSet, world: int) -> _Load:
+def _load(recipe: Recipe, train: SampleSet, world: int, steps: int) -> _Load:
     lengths = train.lengths
     starts = np.asarray(train.offsets[:-1])
     supervised = np.add.reduceat(np.asarray(train.loss_mask, np.int64), starts) if len(train) else np.zeros(0, np.int64)
-    plans = [plan_epoch(lengths, batch=recipe.optim.batch, micro_tokens=recipe.optim.micro_tokens, rank=rank, world=world,
-                        seed=recipe.run.seed, epoch=0, shuffle=recipe.data.shuffle, packing=recipe.data.packing)
-             for rank in range(world)]
-    looked_at = min(len(plans[0]), PLANNED_STEPS)
+    groups = max(1, world // recipe.run.context_parallel)
+    plans = [plan_epoch(lengths, batch=recipe.optim.batch, micro_tokens=recipe.optim.micro_tokens, rank=rank, world=groups,
+                        seed=recipe.run.seed, epoch=0, shuffle=recipe.data.shuffle, packing=recipe.data.packing,
+                        window=recipe.data.shuffle_window)
+             for rank in range(groups)]
+    looked_at = min(len(plans[0]), PLANNED_STEPS, steps)
     micros = [np.array(m) for plan in plans for step in islice(plan, looked_at) for m in step if m]
     sizes = [(int(lengths[m].sum()), int(supervised[m].sum())) for m in micros]
     largest = max(sizes)
-    ahead = max(sizes, key=lambda s: s[1])[1] if sizes else 0
+    by_size = sorted(range(len(micros)), key=lambda i: -sizes[i][0])[:COMPUTED_MICROS]
+    computed = max(_computed(recipe, train, micros[i]) for i in by_size)
     notes = []
-    if looked_at < len(plans[0]):
+    if looked_at < min(len(plans[0]), steps):
         notes.append(f"largest micro-batch and means: from the first {looked_at} of {len(plans[0])} steps of an epoch")
     if largest[0] > recipe.optim.micro_tokens:
         notes.append(f"a sample of {largest[0]} tokens is longer than optim.micro_tokens={recipe.optim.micro_tokens} "
                      "and runs alone")
     return _Load(tokens=sum(s[0] for s in sizes) / looked_at, supervised=sum(s[1] for s in sizes) / looked_at,
                  squared=float(sum((lengths[m].astype(float) ** 2).sum() for m in micros)) / looked_at,
-                 micros=len(micros) / looked_at, largest_tokens=largest[0], largest_supervised=ahead, notes=tuple(notes))
+                 micros=len(micros) / looked_at, largest_tokens=largest[0], largest_rows=computed[0],
+                 largest_supervised=computed[1], notes=tuple(notes))
+
+
+def _computed(recipe: Recipe, train: SampleSet, micro: np.ndarray) -> tuple[int, int]:
+    """Rows and supervised rows that a rank computes of a micro-batch: without those that change nothing, or its share of them."""
+    batch = collate([train[int(i)] for i in micro])
+    share = recipe.run.context_parallel
+    if recipe.objective.kind != "sft" or share > 1:
+        return -(-batch.num_tokens // share), -(-batch.num_supervised // share)
+    row = compact(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
+    return len(row.tokens), batch.num_supervised
 
 
 def measure_rate(shape: ModelShape, tokens: int, seconds: float = 0.2) -> Rate:

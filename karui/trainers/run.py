@@ -264,18 +264,15 @@ class Setup:
 def prepare(recipe: Recipe) -> Setup:
     """Load tokenizer, samples and model, and do the recipe's prepare steps; the same on every rank (seeded)."""
     import torch
-    from transformers import AutoTokenizer
 
     from karui.adapters.files import fingerprint
-    from karui.trainers.data import load_samples
+    from karui.trainers.data import read_data
     from karui.trainers.model import install_lean_ops, load_model, weights_folder
     from karui.trainers.stages import Context, check_order, make_stages
 
     check_order(recipe)
     folder = weights_folder(recipe.model.name)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    samples = load_samples(recipe.data, tokenizer, "train")
-    held_out = load_samples(recipe.data, tokenizer, "eval")
+    tokenizer, samples, held_out = read_data(recipe.data, folder)
     model: Any = load_model(recipe.model)
     _check_vocabulary(model, samples)
     torch.manual_seed(recipe.run.seed)

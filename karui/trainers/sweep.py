@@ -143,11 +143,14 @@ def _run(values: dict[str, Any], recipe: Recipe) -> Trial:
 
 
 def _same_run(recipe: Recipe) -> bool:
+    """Whether the folder holds a run of this recipe; one from before a key existed had that key's default."""
+    from karui.trainers.checkpoint import as_of_now
+
     try:
         stored = json.loads((recipe.output / "recipe.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return False
-    return bool(stored == json.loads(json.dumps(recipe.dump())))
+    return bool(as_of_now(stored) == json.loads(json.dumps(recipe.dump())))
 
 
 def _finished(recipe: Recipe) -> dict[str, Any] | None:

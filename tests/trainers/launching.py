@@ -35,7 +35,7 @@ def job(recipe, *, resume=False):
     return {"recipe": recipe.dump(), "resume": resume}
 
 
-def launch(folder, jobs, *, processes=2, before="", env=None, timeout=240):
+def launch(folder, jobs, *, processes=2, before="", env=None, timeout=900):
     """The finished process; `before` is code that every rank runs first."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     (folder / "launch.py").write_text(SCRIPT.format(before=before))

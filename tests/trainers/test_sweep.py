@@ -69,6 +69,10 @@ def test_runs_are_ranked_and_not_repeated(recipe_file):
     assert (root / "sweep.png").read_bytes().startswith(b"\x89PNG")
     logs = {p: p.stat().st_mtime_ns for p in root.rglob("log.jsonl")}
     assert len(logs) == 2
+    stored = next(root.glob("*/recipe.json"))
+    older = json.loads(stored.read_text())
+    del older["run"]["sharding"]
+    stored.write_text(json.dumps(older))  # as a version without that key wrote it
     again = sweep.sweep(recipe_file, over, notify=said.append)
     assert [t.loss for t in again] == [t.loss for t in ranked]
     assert {p: p.stat().st_mtime_ns for p in root.rglob("log.jsonl")} == logs

@@ -14,6 +14,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -77,6 +78,14 @@ def load_samples(section: DataSection, tokenizer: Any, split: Split, *, cache: b
              "%d truncated", name, split, c.rows, c.used, c.tokens, c.supervised_tokens, c.dropped_overlong, c.unsupervised,
              c.empty, c.truncated)
     return found
+
+
+def read_data(section: DataSection, folder: Path) -> tuple[Any, SampleSet, SampleSet]:
+    """(tokenizer, training samples, evaluation samples) for the model in `folder`."""
+    from karui.catalogue import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return tokenizer, load_samples(section, tokenizer, "train"), load_samples(section, tokenizer, "eval")
 
 
 class _Builder:
