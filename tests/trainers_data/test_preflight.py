@@ -1,6 +1,8 @@
 """Reference and behavioural: the preflight's numbers against counted parameters, measured saved tensors, counted operations."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -194,6 +196,47 @@ def test_ranks_share_the_work(tokenizers_by_name):
                           world=world, rate=RATE) for world in (1, 2))
     assert two.step_tokens == pytest.approx(one.step_tokens) and two.steps == one.steps
     assert two.step_seconds == pytest.approx(one.step_seconds / 2, rel=0.05)
+
+
+def test_memory_is_that_of_the_rows_which_the_runs_steps_compute(tokenizers_by_name):
+    """Rows past a document's last loss are not computed; micro-batches after the last step are not met."""
+    longest = Sample(ids=np.arange(300, dtype=np.int32) % 320, loss_mask=(np.arange(300) > 10) & (np.arange(300) < 40), source_row=9)
+    train = SampleSet.of([*(samples(7)[i] for i in range(7)), longest], source="made up", format="chat")
+    plan = recipe("lora", data={"train": "x", "shuffle": False}, optim={"batch": 4, "micro_tokens": 512, "epochs": 1})
+    first = plan.model_copy(update={"optim": plan.optim.model_copy(update={"steps": 1})})
+    whole, one = (preflight(r, CONFIGS["llama"], tokenizers_by_name["chatml"], train, rate=RATE) for r in (plan, first))
+    shape = shape_of(skeleton(CONFIGS["llama"]))
+
+    def activations(rows, supervised):
+        trained = trained_by(plan, skeleton(CONFIGS["llama"]), shape)
+        return memory(plan, shape, trained, tokens=rows, supervised=supervised).activations
+
+    def computed(members):
+        parts = [np.flatnonzero(train[i].loss_mask) for i in members]
+        return sum(int(p[-1]) for p in parts), sum(int((p > 0).sum()) for p in parts)
+
+    assert one.memory.activations == activations(*computed(range(4)))
+    assert whole.memory.activations == max(activations(*computed(range(4))), activations(*computed(range(4, 8))))
+    assert whole.largest_micro_tokens == int(train.lengths[4:].sum())
+
+
+def test_ranks_that_share_a_batch_keep_their_part_of_it(tokenizers_by_name):
+    one, two = (preflight(recipe("lora", run={"context_parallel": n}), CONFIGS["llama"], tokenizers_by_name["chatml"], samples(),
+                          world=n, rate=RATE) for n in (1, 2))
+    assert two.memory.activations == pytest.approx(one.memory.activations / 2, rel=0.1) and two.micro_batches == one.micro_batches
+
+
+@pytest.mark.slow
+def test_the_predicted_peak_is_within_ten_percent_of_the_resident_one(tmp_path):
+    """SmolLM2-135M, the recipe `lora`, three steps of four samples, each in a process of its own."""
+    settings = [f"run.output={tmp_path / 'run'}", "track.to=none", "export=[]", "data.eval=null", "optim.batch=4", "optim.steps=3"]
+    code = ("import sys, json\nfrom karui.configs.recipe import Recipe\nrecipe = Recipe.load('lora', json.loads(sys.argv[2]))\n"
+            "if sys.argv[1] == 'plan':\n    from karui.trainers.preflight import dry_run\n    print(dry_run(recipe).peak_bytes)\n"
+            "else:\n    from karui.trainers.run import run_recipe\n    print(run_recipe(recipe).metrics['peak_memory_bytes'])\n")
+    predicted, resident = (
+        int(subprocess.run([sys.executable, "-c", code, what, json.dumps(settings)], capture_output=True, text=True,
+                           check=True).stdout.splitlines()[-1]) for what in ("plan", "run"))  # fmt: skip
+    assert predicted == pytest.approx(resident, rel=0.1)
 
 
 def test_warnings(tokenizers_by_name, monkeypatch):
