@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -47,7 +48,11 @@ class Draft:
         return len(self.tokens)
 
     def tree(self) -> Tree:
-        """The tree over 1 + n rows, the root being row 0."""
+        """The tree over 1 + n rows, the root being row 0; built once."""
+        return self._tree
+
+    @cached_property
+    def _tree(self) -> Tree:
         return Tree.of(self.parents if self.parents is not None else list(range(-1, len(self.tokens) - 1)))
 
 

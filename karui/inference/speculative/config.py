@@ -23,7 +23,7 @@ class SpeculationConfig:
         width, nodes: children looked at per node and kept nodes of eagle3's tree; width 1 drafts a chain. None: 2 and 3 with the
             native runner, where every verified row costs, else 4 and 24.
         least: a draft of eagle3 that promises fewer accepted tokens, by the layer's own likelihoods, gives way to a plain step.
-            None: 0.6 with the native runner, else 0.
+            None: 0.25 with the native runner, else 0.
         adaptive: switch off while it does not pay (timings decide when; the tokens are the same either way).
         typical: accept by Medusa's typical acceptance. LOSSY: the output is no longer the target's.
     """

@@ -83,7 +83,7 @@ class Speculator:
         if c.method == "eagle3":
             assert self.eagle3 is not None
             if self.embedding is not None:
-                least = 0.6 if c.least is None else c.least
+                least = 0.25 if c.least is None else c.least
                 return NativeEagle3Proposer(self.eagle3, self.layer, self.embedding, c.k, c.width or 2, c.nodes or 3, least)
             assert self.embed is not None
             return Eagle3Proposer(self.eagle3, self.embed, c.k, c.width or 4, c.nodes or 24, least=c.least or 0.0)

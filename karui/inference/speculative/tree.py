@@ -47,10 +47,11 @@ class Tree:
     @property
     def mask(self) -> torch.Tensor:
         """[1 + n, 1 + n] bool: row i sees itself and its ancestors. eye; row_i |= row_parent(i)."""
-        mask = torch.eye(len(self.parents) + 1, dtype=torch.bool)
+        rows = [[True] + [False] * len(self.parents)]
         for node, parent in enumerate(self.parents):
-            mask[node + 1] |= mask[parent + 1]
-        return mask
+            rows.append(rows[parent + 1].copy())
+            rows[-1][node + 1] = True
+        return torch.tensor(rows)
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root's child down to `node`, both included; empty for -1."""
