@@ -11,7 +11,7 @@ rollouts  tokens/s of the student's own text, sampled at temperature 1, top_p 1:
           weights pushed before every batch and `--steps-at-once` steps written together, against the call in TRL's GKDTrainer on one
           step's padded batch (KARUI_PEERS), with its defaults and with gradient checkpointing off, without which it keeps no KV
           cache; median of `--rounds`.
-draft     tokens/s, tokens per verification and identity of the text with the EAGLE-3 draft in `--bundle` (a bundle made by
+draft     tokens/s, tokens per verification and per step, and identity of the text with the EAGLE-3 draft in `--bundle` (a bundle made by
           `karui train draft-eagle3`), against plain decoding of the same bundle, in turn, greedy, GSM8K test questions.
 """
 
@@ -170,7 +170,7 @@ def draft(a: Any) -> list[Figure]:
 
     if a.bundle is None:
         return [Figure(name="EAGLE-3 against plain decoding", ours=None, unit="tokens/s", note="no --bundle: karui train draft-eagle3 makes one")]
-    config = SpeculationConfig(method="eagle3", k=a.depth, width=a.width, nodes=a.nodes, adaptive=False)
+    config = SpeculationConfig(method="eagle3", k=a.depth, width=a.width, nodes=a.nodes, least=a.least, adaptive=False)
     plain = Engine.load(a.bundle, max_context=512, max_sequences=1)
     drafted = Engine.load(a.bundle, max_context=512, max_sequences=1, speculation=config)
     questions = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[: a.questions]]
@@ -188,8 +188,10 @@ def draft(a: Any) -> list[Figure]:
         tokens += len(texts["plain"]) - 1
     statistics_ = drafted.speculation.statistics  # type: ignore[union-attr]
     rate = {name: tokens / sum(values) for name, values in seconds.items()}
+    steps = drafted.stats.num_steps - len(questions)  # a prompt is one step
     note = f"depth {a.depth}, width {a.width}, {a.nodes} nodes; greedy text {'identical' if same else 'DIFFERENT'} on {len(questions)} questions; by depth {statistics_.by_depth} of {statistics_.drafts}"
     return [Figure(name="EAGLE-3 tokens per verification", ours=statistics_.tokens_per_step, goal=2.0, unit="tokens", note=note),
+            Figure(name="EAGLE-3 tokens per step, plain ones too", ours=tokens / steps, unit="tokens"),
             Figure(name="EAGLE-3 decode", ours=rate["drafted"], peer=rate["plain"], peer_name="plain decode, same bundle", goal=1.3, unit="tokens/s"),
             Figure(name="EAGLE-3 greedy text identical", ours=float(same), goal=1.0, unit="1 = yes")]
 
@@ -233,7 +235,8 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, help="a bundle with an EAGLE-3 draft")
     parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--depth", type=int, default=3)
-    parser.add_argument("--width", type=int, default=1)
+    parser.add_argument("--width", type=int, default=2)
+    parser.add_argument("--least", type=float, help="accepted tokens that a draft must promise; default: the engine's")
     parser.add_argument("--nodes", type=int, default=3)
     a = parser.parse_args()
     logging.disable(logging.INFO)
