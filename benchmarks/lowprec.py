@@ -57,7 +57,7 @@ class Job:
     lr: float
 
 
-FULL = Job(steps=150, width=256, blocks=7, batch=4, length=128, windows=192, lr=3e-3)
+FULL = Job(steps=500, width=256, blocks=7, batch=4, length=128, windows=192, lr=2e-3)
 QUICK = Job(steps=150, width=96, blocks=4, batch=4, length=128, windows=128, lr=3e-3)
 
 
@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="train these runs only; the table shows all that are cached")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--steps", type=int, help="more or fewer than the table's own")
+    parser.add_argument("--lr", type=float, help="another highest learning rate")
     parser.add_argument("--train", type=Path, default=DATA / "wikitext2_valid.txt")
     parser.add_argument("--held", type=Path, default=DATA / "wikitext2_test.txt")
     options = parser.parse_args()
@@ -95,7 +96,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     job = QUICK if options.quick else FULL
-    job = replace(job, steps=options.steps or job.steps)
+    job = replace(job, steps=options.steps or job.steps, lr=options.lr or job.lr)
     table = runs(job)
     wanted = options.only or list(table)
     if unknown := [name for name in wanted if name not in table]:
@@ -105,7 +106,7 @@ def main() -> None:
     key = asdict(job) | {"train": options.train.name, "held": options.held.name}
     done = {}
     for name in table:
-        kept = options.cache / f"{re.sub('[^a-z0-9]+', '-', name)}-{job.steps}.json" if options.cache else None
+        kept = options.cache / f"{re.sub('[^a-z0-9]+', '-', name)}-{job.steps}-{job.lr}.json" if options.cache else None
         run = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
         if run.get("job") != key:
             if name not in wanted:
@@ -240,14 +241,16 @@ def plot(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5))
     base = dict(map(tuple, curves.get("fp32", [])))
-    for name, curve in curves.items():
+    for at, (name, curve) in enumerate(curves.items()):
         steps, values = zip(*curve)
-        left.plot(steps, values, label=name, linewidth=1)
+        style = {"linewidth": 1, "linestyle": ("-", "--", ":")[at // 10 % 3]}  # ten colours
+        left.plot(steps, values, label=name, **style)
         if base:
-            right.plot(steps, [100 * (v / base[s] - 1) for s, v in curve], label=name, linewidth=1)
+            right.plot(steps, [100 * (v / base[s] - 1) for s, v in curve], label=name, **style)
     left.set(xlabel="step", ylabel="training loss, nats per byte")
     right.set(xlabel="step", ylabel="gap to fp32, %")
-    right.legend(fontsize=7)
+    right.set_yscale("symlog", linthresh=1)
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
