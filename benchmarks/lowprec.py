@@ -174,7 +174,8 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
                 p.mul_(1 + 0.01 * torch.randn(p.shape, generator=moved))
     name_of = what if what in OPTIMIZERS else "adamw"
     optimizer = build_optimizer(name_of, model, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, job.lr, total_steps=job.steps + 1, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, job.lr, total_steps=job.steps + 1, pct_start=0.1,
+                                                   cycle_momentum="betas" in optimizer.defaults)  # fmt: skip
     if isinstance(what, Precision):
         low = LowPrecision(what)
         low.prepare(model)
