@@ -22,9 +22,8 @@ Memory per rank, in bytes
   head         only when the head is trained: its gradient twice in fp32, while it is scaled
   working      the largest moment of the backward pass of one layer: 4 T F b, plus one dequantized matrix if the base has a grid
   peak         weights + adapter + gradients + optimizer + activations + max(logits + head, working)
-These are live tensors, which tests hold to 5 % of what autograd keeps. A process holds more: on a CPU malloc keeps freed pieces
-whose sizes differ from step to step (SmolLM2-135M, QLoRA, 2,044 tokens: 2.96 GB predicted, 2.82 resident after the first
-step, 4.41 at the peak of four).
+These are live tensors, which tests hold to 5 % of what autograd keeps. A process holds more: its libraries, and on a CPU what
+malloc keeps of freed pieces (`karui.trainers.preflight.SLACK`).
 
 Operations per step, with N the weights of the linears except the head, n the documents' lengths
   forward      2 N T + 2 Q L sum(n^2) + 2 V H S          (causal: half of the square)

@@ -93,7 +93,7 @@ def _memory(found: Preflight) -> Table:
             (f"activations ({found.largest_micro_tokens:,} tokens)", m.activations),
             ("logits of one chunk, and the head" if m.head else "logits of one chunk", m.logits + m.head),
             ("backward pass at work (not at once with the logits)", m.working), ("while loading (before training)", m.loading),
-            ("libraries (held now)", found.baseline_bytes)]
+            ("kept by the allocator", found.slack_bytes), ("libraries (held now)", found.baseline_bytes)]
     for label, size in rows:
         table.add_row(label, f"{size / 1e6:,.0f}")
     fits = found.peak_bytes <= found.available_bytes

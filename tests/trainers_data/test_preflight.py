@@ -173,7 +173,9 @@ def test_preflight_of_a_run(tokenizers_by_name):
     assert found.parameters.trained + found.parameters.frozen == found.parameters.total
     assert sum(n for _, _, n in found.lengths) == 50 and found.train["used"] == 50 and found.evaluation["used"] == 8
     assert "".join(t for t, _ in found.sample) == tokenizers_by_name["chatml"].decode(train[0].ids)
-    assert found.peak_bytes == found.baseline_bytes + found.memory.peak and found.total_seconds > 8 * found.step_seconds
+    moving = found.memory.activations + max(found.memory.logits + found.memory.head, found.memory.working)
+    assert found.slack_bytes == round(0.25 * moving)
+    assert found.peak_bytes == found.baseline_bytes + found.memory.peak + found.slack_bytes and found.total_seconds > 8 * found.step_seconds
     assert [e.spec for e in found.exports] == ["w4g32", "w8"] and found.exports[0].weight_bytes < found.exports[1].weight_bytes
     assert json.loads(json.dumps(found.to_json()))["memory"]["weights"] == found.memory.weights
     console = Console(width=140)
@@ -229,14 +231,15 @@ def test_ranks_that_share_a_batch_keep_their_part_of_it(tokenizers_by_name):
 
 
 @pytest.mark.slow
-def test_the_predicted_peak_is_within_ten_percent_of_the_resident_one(tmp_path):
-    """SmolLM2-135M, the recipe `lora`, three steps of four samples, each in a process of its own."""
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_the_predicted_peak_is_within_ten_percent_of_the_resident_one(tmp_path, name):
+    """SmolLM2-135M, three steps of four samples; prediction and run in processes of their own."""
     settings = [f"run.output={tmp_path / 'run'}", "track.to=none", "export=[]", "data.eval=null", "optim.batch=4", "optim.steps=3"]
-    code = ("import sys, json\nfrom karui.configs.recipe import Recipe\nrecipe = Recipe.load('lora', json.loads(sys.argv[2]))\n"
+    code = ("import sys, json\nfrom karui.configs.recipe import Recipe\nrecipe = Recipe.load(sys.argv[3], json.loads(sys.argv[2]))\n"
             "if sys.argv[1] == 'plan':\n    from karui.trainers.preflight import dry_run\n    print(dry_run(recipe).peak_bytes)\n"
             "else:\n    from karui.trainers.run import run_recipe\n    print(run_recipe(recipe).metrics['peak_memory_bytes'])\n")
     predicted, resident = (
-        int(subprocess.run([sys.executable, "-c", code, what, json.dumps(settings)], capture_output=True, text=True,
+        int(subprocess.run([sys.executable, "-c", code, what, json.dumps(settings), name], capture_output=True, text=True,
                            check=True).stdout.splitlines()[-1]) for what in ("plan", "run"))  # fmt: skip
     assert predicted == pytest.approx(resident, rel=0.1)
 

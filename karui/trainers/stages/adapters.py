@@ -30,13 +30,22 @@ class AdapterStage(Stage):
         load_values(model, adapter_values(folder), str(folder))
 
 
+def leave_file(model: torch.nn.Module) -> None:
+    """Copy what is left of the loaded weights out of their mapped file, whose pages else stay resident beside the codes."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
 class LoraStage(AdapterStage):
     """See `karui.adapters.lora`, and `karui.adapters.lora_plus` for the groups of the optimizer."""
 
     def prepare(self, model: Any) -> Any:
         from karui.adapters.lora import attach
 
-        return attach(model, self.step, look=self._look() if self.step.init == "eva" else None).model
+        attached = attach(model, self.step, look=self._look() if self.step.init == "eva" else None).model
+        if self.step.base.format != "none":
+            leave_file(attached)
+        return attached
 
     def param_groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         from karui.adapters.lora_plus import plus_groups
