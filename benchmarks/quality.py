@@ -229,7 +229,7 @@ def rows_of(method: str, spec: str, found: dict[str, Any], other: dict[str, floa
             more = {"goal": ASKED[method, spec]}
         if key == "perplexity" and found["code"] != code_of(method):
             more["note"] = "; ".join(filter(None, (more.get("note"), "kept from a run of earlier code")))
-        out.append(Figure(name=f"{method} {spec}, {label}", ours=found[key], unit=unit, better="lower", **more))
+        out.append(Figure(name=f"{method} {spec}, {label}", ours=found.get(key), unit=unit, better="lower", **more))
     return out
 
 

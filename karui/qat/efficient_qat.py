@@ -36,14 +36,14 @@ CHUNK = 256  # tokens whose logits exist at one moment
 
 class EfficientQATConfig(BlockAPConfig):
     """Block-AP's settings, then those of E2E-QP: e2e_epochs over the rows, e2e_batch rows per step, e2e_lr as a share of the step
-    size, distil: d above; norms: norm weights train too, at norm_lr."""
+    size, distil: d above; norms: norm weights train too, at norm_lr. A rate that is None is 1e-3, from 4 bits on 2.5e-4."""
 
     e2e_epochs: int = Field(1, ge=0)
     e2e_batch: int = Field(2, ge=1)
-    e2e_lr: float = Field(1e-3, gt=0)
+    e2e_lr: float | None = Field(None, gt=0)
     distil: float = Field(1.0, ge=0, le=1)
     norms: bool = True
-    norm_lr: float = Field(1e-3, gt=0)
+    norm_lr: float | None = Field(None, gt=0)
 
 
 CONFIG = EfficientQATConfig
@@ -211,9 +211,10 @@ class EndToEnd:
         config, generator = self.config, torch.Generator().manual_seed(seed)
         for p in self.norms.values():
             p.requires_grad_(True)
-        groups = [{"params": [m.a for m in self.linears.values()], "lr": config.e2e_lr}]
+        usual = 1e-3 if max(m.q.spec.bits for m in self.linears.values()) < 4 else 2.5e-4
+        groups = [{"params": [m.a for m in self.linears.values()], "lr": config.e2e_lr or usual}]
         if self.norms:
-            groups.append({"params": list(self.norms.values()), "lr": config.norm_lr})
+            groups.append({"params": list(self.norms.values()), "lr": config.norm_lr or usual})
         optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
         steps = config.e2e_epochs * math.ceil(len(self.rows) / config.e2e_batch)
         warmup = max(1, round(0.03 * steps))

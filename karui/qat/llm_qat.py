@@ -38,9 +38,7 @@ class Generator(Protocol):
     def __call__(self, prompts: Sequence[Sequence[int]], *, tokens: int, greedy: bool, seed: int) -> list[list[int]]: ...
 
 
-def generate_data(
-    generate: Generator, *, vocabulary: Sequence[int], samples: int, length: int, seed: int = 0
-) -> list[list[int]]:
+def generate_data(generate: Generator, *, vocabulary: Sequence[int], samples: int, length: int, seed: int = 0) -> list[list[int]]:
     """Texts of at most `length` tokens, each from a random first token of `vocabulary`; shorter where the model ended them.
 
     Raises:

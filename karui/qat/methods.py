@@ -40,8 +40,11 @@ METHODS = {
             name="block_ap", paper="EfficientQAT phase 1, arXiv 2407.11062", cost="GPTQ, then an epoch per block", follows=True
         ),
         Method(
-            name="efficient_qat", paper="EfficientQAT, arXiv 2407.11062", cost="block_ap, then an epoch of training",
-            follows=True, finishes=True,
+            name="efficient_qat",
+            paper="EfficientQAT, arXiv 2407.11062",
+            cost="block_ap, then an epoch of training",
+            follows=True,
+            finishes=True,
         ),  # fmt: skip
     )
 }

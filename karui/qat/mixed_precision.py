@@ -121,7 +121,10 @@ def _tie_of(name: str) -> str:
 
 
 def measure(
-    model: nn.Module, ties: Sequence[Tie], specs: Sequence[QuantSpec], loss: Callable[[Tie | None], float],
+    model: nn.Module,
+    ties: Sequence[Tie],
+    specs: Sequence[QuantSpec],
+    loss: Callable[[Tie | None], float],
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[tuple[str, str], float]:
     """(tie name, grid) -> loss increase; the model ends unchanged.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,30 @@ def test_a_method_that_trains_becomes_a_bundle_too(tiny_folder, text, tmp_path, 
     kept = json.loads((tmp_path / "work" / "run" / "recipe.json").read_text())
     assert kept["prepare"][0]["method"] == method and kept["objective"]["kind"] == "distil"
     assert torch.isfinite(Engine.load(tmp_path / "out", max_context=64, max_sequences=1).score([[5, 70, 90, 31]])[0]).all()
+
+
+def test_a_training_method_goes_on_in_its_work_folder(tiny_folder, text, tmp_path, monkeypatch):
+    """Interrupted after two of four steps: started again it ends as one that was not."""
+    from karui.trainers import run as running
+
+    how = dict(method="lsq", spec="w4g32", calibration=text, samples=16, length=64, settings={"steps": 4, "batch": 4})
+    whole = quantize_to_bundle(str(tiny_folder), tmp_path / "whole", **how)
+    train, cut = running.run_recipe, []
+
+    def interrupted(recipe, **named):
+        cut.append(recipe.optim.steps)
+        changed = recipe.model_copy(update={"run": recipe.run.model_copy(update={"checkpoint_every": 2})})
+        result = train(changed, **named)
+        shutil.rmtree(result.folder / "checkpoint-000004")
+        shutil.rmtree(result.final)
+        return dataclasses.replace(result, final=None)
+
+    monkeypatch.setattr(running, "run_recipe", interrupted)
+    with pytest.raises(KaruiError, match="start the same command again with --work"):
+        quantize_to_bundle(str(tiny_folder), tmp_path / "again", work=tmp_path / "work", **how)
+    monkeypatch.setattr(running, "run_recipe", train)
+    again = quantize_to_bundle(str(tiny_folder), tmp_path / "again", work=tmp_path / "work", **how)
+    assert cut == [4] and {n: t.parts for n, t in whole.tensors.items()} == {n: t.parts for n, t in again.tensors.items()}
 
 
 def test_a_method_that_trains_needs_text_and_has_one_grid(tiny_folder, text, tmp_path):
