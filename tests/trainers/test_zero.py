@@ -62,7 +62,7 @@ def test_the_shipped_configuration_is_taken_up_and_a_step_that_is_not_finite_lef
     path.write_text(json.dumps(recipe.dump()))
     (tmp_path / "launch.py").write_text(
         "import sys\nfrom karui.trainers import loop, run\naccumulate = loop.accumulate\nnumber = [0]\n"
-        "def spoiled(*given):\n    from dataclasses import replace\n    number[0] += 1\n    found = accumulate(*given)\n"
+        "def spoiled(*given, **more):\n    from dataclasses import replace\n    number[0] += 1\n    found = accumulate(*given, **more)\n"
         "    return replace(found, loss=float('inf')) if number[0] == 2 else found\n"
         "loop.accumulate = spoiled\nsys.exit(run.main(sys.argv[1:]))\n")
     config = ROOT / "karui" / "configs" / "accelerate" / "zero3.yaml"
