@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 2
 """A sequence whose step failed is run alone; when that fails too, its request ends with an error."""
+AHEAD, AHEAD_S = 8, 0.05
+"""Plain greedy decoding runs up to so many tokens of each sequence, and up to so many seconds, between two looks at the queue."""
 NOT_NUMBERS = "the model returned logits that are not numbers; its weights or its input are damaged"
 
 
@@ -88,16 +90,18 @@ class Engine:
         max_tokens_per_step: rows per step; longer prompts are cut into chunks.
         max_sequences: sequences running at once; more wait.
         block_size: tokens per KV block.
+        ahead: tokens that plain greedy decoding may run in one call of a runner that can (native), as far as `AHEAD_S` allows.
+            What a step costs beside the model is then paid once for all of them; deltas hold several tokens. 1: one at a time.
         speculation: who drafts; None for plain decoding.
         dense_weight: a module's base weight in fp32, for DoRA adapters over a runner that has packed it away.
     """
 
     def __init__(self, runner: Runner, tokenizer: Any = None, *, eos_token_ids: Sequence[int] = (), kv_dtype: str = "auto",
                  memory: int | str | None = None, max_context: int | None = None, max_tokens_per_step: int = 512,
-                 max_sequences: int = 64, block_size: int = 16, speculation: Speculation | None = None,
+                 max_sequences: int = 64, block_size: int = 16, ahead: int = AHEAD, speculation: Speculation | None = None,
                  dense_weight: Callable[[str], torch.Tensor] | None = None) -> None:
         for name, value in (("max_tokens_per_step", max_tokens_per_step), ("max_sequences", max_sequences),
-                            ("block_size", block_size)):
+                            ("block_size", block_size), ("ahead", ahead)):
             if value < 1:
                 raise KaruiError(f"engine: {name} must be at least 1, got {value}.")
         self.runner, self.tokenizer, self.config = runner, tokenizer, runner.config
@@ -122,6 +126,8 @@ class Engine:
         # torch's OpenMP threads spin between the native runner's calls and double its step time.
         self._one_thread = not isinstance(runner, TorchRunner)
         self._dense_weight = dense_weight
+        self._ahead = ahead if getattr(runner, "decodes_ahead", False) and speculation is None else 1
+        self._step_s = 1.0  # seconds of a decoding step, as the last ones took
         self._num_steps = self._num_failed = self._num_prompt = self._num_cached = self._num_generated = 0
 
     @classmethod
@@ -327,6 +333,7 @@ class Engine:
         if self.speculation is not None:
             self.speculation.propose(self.scheduler, self.max_context)
         plan = self.scheduler.schedule()
+        steps = self._steps_ahead(plan) if self._ahead > 1 else 1
         try:
             self._copy(plan.copies)
         except Exception as error:  # shared blocks were replaced and not filled: compute them anew
@@ -335,14 +342,49 @@ class Engine:
             self._failed(plan, error)
             return
         try:
+            if steps > 1 and self._run_ahead(plan, steps):
+                return
             output = self.runner.forward(self._batch(plan))
         except Exception as error:
             self._failed(plan, error)
             return
         verdicts = self._settle(plan, output)
         self._num_steps += 1
+        self._step_s = time.perf_counter() - started
         if self.speculation is not None:
             self.speculation.timed(plan, verdicts, time.perf_counter() - started)
+
+    def _steps_ahead(self, plan: Plan) -> int:
+        """How many tokens all sequences of the step can decode unattended: greedy ones, with room and time for them."""
+        steps = min(self._ahead, int(AHEAD_S / self._step_s))
+        for work in plan.works:
+            s = work.sequence
+            if s.recompute or work.drafted or s.num_pending != 1 or not s.owner.fast:
+                return 1
+            steps = min(steps, s.owner.group.max_tokens - len(s.owner.completion.token_ids))
+        return steps if steps > 1 and self.scheduler.reserve(plan, steps) else 1
+
+    def _run_ahead(self, plan: Plan, steps: int) -> bool:
+        """Decode `steps` tokens of every sequence in one call; False when already the first step had no numbers."""
+        started = time.perf_counter()
+        runner: Any = self.runner
+        found = runner.decode(self._batch(plan, steps), steps)
+        if not len(found):
+            return False
+        self._step_s = (time.perf_counter() - started) / len(found)
+        for work, tokens in zip(plan.works, found.T.tolist(), strict=True):
+            s, live = work.sequence, work.sequence.owner
+            self._count_prompt(live, s.num_computed)
+            s.tokens += tokens
+            self.scheduler.computed(s, len(tokens))
+            self._emit(live, tokens, None)
+        self._num_steps += len(found)
+        return True
+
+    def _count_prompt(self, live: Live, num_cached: int) -> None:
+        if live.group.num_cached is None:
+            live.group.num_cached = num_cached
+            self._num_prompt, self._num_cached = self._num_prompt + live.sequence.num_prompt, self._num_cached + num_cached
 
     def _take_in(self) -> None:
         while self._inbox:
@@ -352,7 +394,8 @@ class Engine:
             if group is not None:
                 self._end_group(group, "abort", None)
 
-    def _batch(self, plan: Plan) -> StepBatch:
+    def _batch(self, plan: Plan, steps: int = 1) -> StepBatch:
+        """The step for the runner; tables reach as far as `steps` steps go."""
         size, tables = self.pool.block_size, self.scheduler.tables
         tokens, positions, slots = self._rows
         starts, contexts, rows, adapters, masks = [0], [], [], [], []
@@ -387,7 +430,7 @@ class Engine:
             adapters.append(-1 if s.namespace[1] is None else self._adapters[s.namespace[1][0]][0])
         return StepBatch(
             torch.from_numpy(tokens[:at]), torch.from_numpy(positions[:at]), torch.from_numpy(slots[:at]), _ints(starts),
-            _ints(contexts), torch.from_numpy(tables[rows, :-(-max(contexts) // size)]), _ints(wanted),
+            _ints(contexts), torch.from_numpy(tables[rows, :-(-(max(contexts) + steps - 1) // size)]), _ints(wanted),
             tree_masks=masks if any(m is not None for m in masks) else None,
             adapters=_ints(adapters) if max(adapters) >= 0 else None,
             want_hidden=self.speculation is not None and self.speculation.needs_hidden,
@@ -411,9 +454,7 @@ class Engine:
                     self.scheduler.remove(s)
                 continue
             live: Live = s.owner
-            if live.group.num_cached is None:
-                live.group.num_cached = first
-                self._num_prompt, self._num_cached = self._num_prompt + s.num_prompt, self._num_cached + first
+            self._count_prompt(live, first)
             if work.drafted:
                 verdicts.append(self._settle_draft(work, live, rows, row, at, moves))
                 at, row = at + 1 + work.num_drafted, row + 1 + work.num_drafted

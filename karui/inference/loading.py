@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 RunnerChoice = Literal["auto", "native", "triton", "torch"]
 _OPTIONS = ("device", "runner", "dtype", "bit_exact", "speculation", "kv_dtype", "memory", "max_context", "max_tokens_per_step",
-            "max_sequences", "block_size")
+            "max_sequences", "block_size", "ahead")
 
 
 def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", runner: RunnerChoice = "auto", dtype: str = "auto",

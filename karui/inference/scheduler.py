@@ -242,6 +242,10 @@ class Scheduler:
         works[s] = Work(s, count)
         return True
 
+    def reserve(self, plan: Plan, count: int) -> bool:
+        """Blocks for the next `count` tokens of every sequence of the plan; False when there are too few for all."""
+        return all(self._reserve(work.sequence, count, plan) for work in plan.works)
+
     def _reserve(self, s: Sequence, count: int, plan: Plan) -> bool:
         """Blocks of its own for the next `count` tokens of `s`; False, and nothing changed, when there are too few."""
         size, pool, blocks = self.pool.block_size, self.pool, s.blocks

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Mapping
 
+import numpy as np
 import psutil
 import torch
 
@@ -175,7 +176,38 @@ class NativeRunner:
         with quiet_torch():
             return self._forward(batch)
 
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether `decode` can serve: dynamic RoPE gives each step its own table, which is not made in C++."""
+        return not self._dynamic
+
+    def decode(self, batch: StepBatch, steps: int) -> np.ndarray:
+        """Up to `steps` greedy tokens per sequence in one call: int32 [done, S], done < steps where logits are not numbers.
+
+        `batch` is the first step: one row per sequence, each wanted, no tree; its tables reach as far as the last step.
+        """
+        found = np.empty((steps, len(batch.tokens)), dtype=np.int32)
+        with quiet_torch():
+            step, output, held = self._step(batch)
+            done = self._lib.decode(self._model, ctypes.byref(step), steps, found.ctypes.data)
+            del output, held
+        self._check(-done)
+        return found[:done]
+
     def _forward(self, batch: StepBatch) -> StepOutput:
+        step, output, held = self._step(batch)
+        self._check(self._lib.forward(self._model, ctypes.byref(step)))
+        del held
+        return output
+
+    def _check(self, failed: int) -> None:
+        if failed > 0:
+            raise KaruiError({1: "forward() before allocate(): there is no KV memory.",
+                              2: f"a token id of the step is outside the vocabulary of {self.config.vocab_size}.",
+                              3: f"a slot of the step is outside the {getattr(self, '_slots', 0)} allocated ones."}[failed])
+
+    def _step(self, batch: StepBatch) -> tuple[Batch, StepOutput, object]:
+        """The step for C++, where its results go, and what must stay alive meanwhile."""
         c = self.config
         index = [_int32(t) for t in (batch.tokens, batch.positions, batch.slots, batch.query_starts, batch.context_lens,
                                      batch.block_tables, batch.logit_rows)]
@@ -196,12 +228,7 @@ class NativeRunner:
         step = Batch(total, sequences, width, wanted, len(batch.aux_layers), self._block_size, *(address(t) for t in index),
                      None if tree is None else ctypes.addressof(tree), address(adapters), address(aux_layers), address(cos),
                      address(sin), address(logits), address(hidden), address(aux))
-        failed = self._lib.forward(self._model, ctypes.byref(step))
-        if failed:
-            raise KaruiError({1: "forward() before allocate(): there is no KV memory.",
-                              2: f"a token id of the step is outside the vocabulary of {c.vocab_size}.",
-                              3: f"a slot of the step is outside the {getattr(self, '_slots', 0)} allocated ones."}[failed])
-        return StepOutput(logits, hidden, aux)
+        return step, StepOutput(logits, hidden, aux), (index, masks, tree, adapters, aux_layers, cos, sin)
 
     def _adapter_slots(self, batch: StepBatch) -> torch.Tensor | None:
         if batch.adapters is None:

@@ -707,6 +707,43 @@ int karui_forward(void* model, const Batch* batch) {
     return 0;
 }
 
+void karui_argmax(const float* x, int rows, int n, int32_t* out) {  // the first of equal largest
+    for (int r = 0; r < rows; r++) {
+        const float* a = x + (int64_t)r * n;
+        V m = set1(-INFINITY);
+        int i = 0;
+        for (; i + W <= n; i += W) m = vmax(m, load(a + i));
+        float largest = hmax(m);
+        for (; i < n; i++) largest = a[i] > largest ? a[i] : largest;
+        int at = 0;
+        while (at < n - 1 && a[at] != largest) at++;
+        out[r] = at;
+    }
+}
+
+// Plain greedy decoding: `steps` times one token per sequence, each step running what the one before found, without coming back. `first`
+// is the first step, one row a sequence, all wanted; its tables reach as far as the last. found [steps, S]. Returns the steps done, fewer
+// where a row holds a NaN (that step is for the caller to look at), or minus the error of karui_forward.
+int karui_decode(void* model, const Batch* first, int steps, int32_t* found) {
+    Batch b = *first;
+    const int n = b.sequences, vocab = ((Model*)model)->c.vocab;
+    std::vector<int32_t> tokens(b.tokens, b.tokens + n), positions(b.positions, b.positions + n), slots(n), lens(b.context_lens, b.context_lens + n);
+    b.tokens = tokens.data(), b.positions = positions.data(), b.slots = slots.data(), b.context_lens = lens.data();
+    for (int i = 0; i < steps; i++, found += n) {
+        for (int s = 0; s < n; s++) {
+            const int at = lens[s] - 1;
+            slots[s] = b.block_tables[(int64_t)s * b.table_width + at / b.block_size] * b.block_size + at % b.block_size;
+        }
+        if (const int error = karui_forward(model, &b)) return -error;
+        int numbers = 1;
+        for (int64_t j = 0; j < (int64_t)n * vocab; j++) numbers &= b.logits[j] == b.logits[j];
+        if (!numbers) return i;
+        karui_argmax(b.logits, n, vocab, found);
+        for (int s = 0; s < n; s++) tokens[s] = found[s], positions[s]++, lens[s]++;
+    }
+    return steps;
+}
+
 int karui_threads(void* model) { return ((Model*)model)->team.active(); }  // of the next step, see threads.h
 
 void karui_copy_slots(void* model, const int32_t* from, const int32_t* to, int count) {
@@ -729,20 +766,6 @@ void karui_linear(const Linear* w, const float* x, int rows, float* y) {
 
 void karui_decode_rows(const Linear* w, const int32_t* rows, int count, float* out) {
     for (int i = 0; i < count; i++) decode_row(*w, rows[i], out + (int64_t)i * w->k);
-}
-
-void karui_argmax(const float* x, int rows, int n, int32_t* out) {  // the first of equal largest
-    for (int r = 0; r < rows; r++) {
-        const float* a = x + (int64_t)r * n;
-        V m = set1(-INFINITY);
-        int i = 0;
-        for (; i + W <= n; i += W) m = vmax(m, load(a + i));
-        float largest = hmax(m);
-        for (; i < n; i++) largest = a[i] > largest ? a[i] : largest;
-        int at = 0;
-        while (at < n - 1 && a[at] != largest) at++;
-        out[r] = at;
-    }
 }
 
 // values, indices [rows, k]: the k largest of each row, largest first, the lower index first among equals.
