@@ -116,6 +116,8 @@ class Broken:
     tokenizer = None
     max_context = 16
 
+    speculation = None
+
     def __init__(self, hang: threading.Event | None = None) -> None:
         self.has_work, self.hang = False, hang
         self.stats = engine().stats

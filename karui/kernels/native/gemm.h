@@ -175,6 +175,10 @@ static void panel_int(const Linear& w, const Activations& a, int rows, int panel
         for (int r = 0; r < PANEL; r += W) tile_int<BITS, 4, 1, BLOCK, AFFINE>(w, a, m, row + r, y, ldy, accumulate);
         m += 4;
     }
+    if (m + 3 == rows) {  // as 2 + 1 the weights would be read twice
+        for (int r = 0; r < PANEL; r += W) tile_int<BITS, 3, 1, BLOCK, AFFINE>(w, a, m, row + r, y, ldy, accumulate);
+        return;
+    }
     if (m + 2 <= rows) { tile_int<BITS, 2, both, BLOCK, AFFINE>(w, a, m, row, y, ldy, accumulate); m += 2; }
     if (m < rows) tile_int<BITS, 1, both, BLOCK, AFFINE>(w, a, m, row, y, ldy, accumulate);
 }
