@@ -39,6 +39,7 @@ from karui.lowprec.optim import OPTIMIZERS, build_optimizer
 EVERYWHERE = LayerPolicy(first_blocks=0, last_blocks=0)
 GOALS = {"fp8-current": 1.003, "fp8-blockwise": 1.003, "mxfp8": 1.003, "nvfp4": 1.015}
 SMOOTHED = 25  # steps of training loss that one point of a curve averages
+RELATIVE = {"adafactor": 20}  # its steps are shares of a parameter's RMS, 0.02 to 0.05 here, where AdamW's are absolute
 BASE = "nvfp4, all blocks"  # what the variants with one ingredient off are compared with
 FP32 = ("fp32", "fp32, moved by 1 %", "fp32, moved by 1 % again")
 NVFP4 = (BASE, f"{BASE}, other random bits", f"{BASE}, more random bits")
@@ -173,8 +174,10 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
             for p in model.parameters():
                 p.mul_(1 + 0.01 * torch.randn(p.shape, generator=moved))
     name_of = what if what in OPTIMIZERS else "adamw"
-    optimizer = build_optimizer(name_of, model, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, job.lr, total_steps=job.steps + 1, pct_start=0.1,
+    times = RELATIVE.get(name_of, 1)
+    rate = job.lr * times
+    optimizer = build_optimizer(name_of, model, lr=rate, betas=(0.9, 0.95), weight_decay=0.1 / times)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=job.steps + 1, pct_start=0.1,
                                                    cycle_momentum="betas" in optimizer.defaults)  # fmt: skip
     if isinstance(what, Precision):
         low = LowPrecision(what)

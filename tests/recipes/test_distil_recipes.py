@@ -29,16 +29,19 @@ def test_distil_on_policy(run_shipped):
     assert len(result.bundles) == 1
 
 
+SMALL = ["objective.vocabulary=64", "objective.intermediate=32", "objective.kv_heads=null"]
+
+
 @pytest.mark.parametrize(("name", "file"), [("draft-eagle3", "eagle3"), ("draft-medusa", "medusa")])
 def test_drafts(name, file, run_shipped):
-    options = ["objective.vocabulary=64", "objective.intermediate=32", "objective.steps=2"] if file == "eagle3" else []
-    recipe, result = run_shipped(name, *options, "optim.steps=12")
+    recipe, result = run_shipped(name, *([*SMALL, "objective.steps=2", "optim.lr=5e-3"] if file == "eagle3" else []), "optim.steps=12")
     (bundle,) = result.bundles
     rows = [r for r in read_log(recipe.output) if "loss" in r]
-    assert rows[-1]["loss"] < rows[0]["loss"] and (bundle / f"{file}.safetensors").is_file()
+    losses = [r["loss"] for r in rows]
+    assert sum(losses[-4:]) < sum(losses[:4]) and (bundle / f"{file}.safetensors").is_file()
     prompts = ["what is 3 plus 9", "what is 5 plus 25"]
     plain = Engine.load(bundle, max_context=96).generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
-    drafting = Engine.load(bundle, max_context=96, speculation=SpeculationConfig(method=file, k=3, adaptive=False))
+    drafting = Engine.load(bundle, max_context=96, speculation=SpeculationConfig(method=file, k=3, adaptive=False, least=0.0))
     drafted = drafting.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
     assert drafting.stats.num_drafted_tokens > 0
@@ -47,7 +50,7 @@ def test_drafts(name, file, run_shipped):
 def test_a_draft_for_another_target_is_refused(run_shipped, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    recipe, _ = run_shipped("draft-eagle3", "objective.vocabulary=64", "objective.intermediate=32", "optim.steps=1", "export=[]")
+    recipe, _ = run_shipped("draft-eagle3", *SMALL, "optim.steps=1", "export=[]")
     other = tmp_path / "other"
     LlamaForCausalLM(LlamaConfig(vocab_size=259, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
                                  num_key_value_heads=1)).save_pretrained(other)

@@ -10,7 +10,7 @@ from karui.lowprec import LowPrecision
 from karui.trainers.loop import read_log
 from karui.trainers.pipeline import export_run
 from karui.trainers.run import STAGES, run_recipe
-from tests.trainers.test_distributed import launch, losses
+from tests.trainers.launching import job, launch, losses
 
 RECIPES = RecipeName.__args__
 OPTIM = {"lr": 5e-3, "batch": 4, "steps": 6, "micro_tokens": 128}
@@ -114,7 +114,8 @@ def test_two_ranks_agree_on_the_scales(make_recipe, tmp_path):
                            run={"output": str(tmp_path / where / "run"), "checkpoint_every": 3})
 
     alone = run_recipe(recipe("one")).folder
-    launch(recipe("two"))
+    done = launch(tmp_path, [job(recipe("two"))])
+    assert done.returncode == 0, done.stderr[-3000:]
     both = tmp_path / "two" / "run"
     assert losses(both) == pytest.approx(losses(alone), rel=2e-3)
     ours, theirs = state(both / "checkpoint-000003"), state(alone / "checkpoint-000003")

@@ -90,6 +90,10 @@ def test_the_stage_is_what_recipe_and_launch_say_together(make_recipe, tmp_path)
         zero.stage_of(make_recipe(), LAUNCHED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"})
     with pytest.raises(UnsupportedError, match="NVMe"):
         zero.stage_of(make_recipe(), LAUNCHED | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme"})
+
+
+def test_it_needs_to_be_launched(make_recipe, monkeypatch):
+    monkeypatch.setattr(zero, "find_spec", lambda name: name)  # as if it were installed
     with pytest.raises(KaruiError, match="needs to be launched"):
         run_recipe(make_recipe(run={"sharding": "zero1"}))
 
