@@ -352,7 +352,7 @@ class Engine:
         self._num_steps += 1
         self._step_s = time.perf_counter() - started
         if self.speculation is not None:
-            self.speculation.timed(plan, verdicts, time.perf_counter() - started)
+            self.speculation.timed(plan, verdicts, self._step_s)
 
     def _steps_ahead(self, plan: Plan) -> int:
         """How many tokens all sequences of the step can decode unattended: greedy ones, with room and time for them."""

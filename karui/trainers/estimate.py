@@ -40,7 +40,7 @@ from typing import Any
 from karui.configs.quantspec import QuantSpec
 from karui.configs.recipe import Recipe
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _COMPUTE = {"bf16": 2, "fp16": 2}
 _ATTENTION_IN, _GATE_UP, _DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)
 _AFTER_ATTENTION = ("o_proj", "gate_proj", "up_proj", "down_proj")
@@ -186,7 +186,7 @@ class Memory:
 
 def memory(recipe: Recipe, shape: ModelShape, trained: Trained, *, tokens: int, supervised: int) -> Memory:
     """Bytes at the largest micro-batch, of `tokens` tokens of which `supervised` carry loss."""
-    dtype = _BYTES[recipe.model.dtype]
+    dtype = BYTES[recipe.model.dtype]
     grid = weight_bytes(shape.linears, trained.base, dtype)
     weights = grid + (shape.parameters - shape.body) * dtype
     count, size = trained.trained(shape), dtype if trained.full else 4
@@ -286,7 +286,7 @@ def step_traffic(recipe: Recipe, shape: ModelShape, trained: Trained, *, tokens:
     Per token and layer: norms and residuals 24 H, rotary 12 (Q + K), SwiGLU 13 F values; per micro-batch: two passes over every
     dequantized weight (8.5 bytes each); per step: AdamW's 7 values per trained parameter.
     """
-    value = _COMPUTE.get(recipe.run.precision, _BYTES[recipe.model.dtype])
+    value = _COMPUTE.get(recipe.run.precision, BYTES[recipe.model.dtype])
     elementwise = (24 * shape.hidden + 12 * (shape.q + shape.kv) + 13 * shape.ffn) * value * tokens * shape.layers
     elementwise *= 1.4 if recipe.run.recompute == "full" else 1
     dequantized = 2 * 8.5 * shape.body * micros if trained.base.format != "none" else 0

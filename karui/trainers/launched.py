@@ -20,7 +20,7 @@ from karui.configs.recipe import Recipe
 from karui.configs.steps.lowprec import LowPrecisionStep
 
 logger = logging.getLogger(__name__)
-_BACKEND = "ACCELERATE_FP8_BACKEND"
+FP8_BACKEND = "ACCELERATE_FP8_BACKEND"
 
 
 def resolve_precision(recipe: Recipe, environment: Mapping[str, str], *, cuda: bool) -> Recipe:
@@ -50,18 +50,18 @@ def resolve_precision(recipe: Recipe, environment: Mapping[str, str], *, cuda: b
 
 
 @contextmanager
-def kept_from_accelerate(environment: MutableMapping[str, str]) -> Iterator[None]:
-    """While a run lasts: the recipe has the FP8 step, and accelerate must not wrap the model in FP8 modules of its own."""
-    held = environment.pop(_BACKEND, None)
+def without(environment: MutableMapping[str, str], name: str) -> Iterator[None]:
+    """Within, a variable of the launch is hidden from accelerate, which would act on it by itself."""
+    held = environment.pop(name, None)
     try:
         yield
     finally:
         if held is not None:
-            environment[_BACKEND] = held
+            environment[name] = held
 
 
 def _step(environment: Mapping[str, str]) -> dict[str, Any]:
-    backend = environment.get(_BACKEND, "").upper()
+    backend = environment.get(FP8_BACKEND, "").upper()
     if backend in ("", "NO"):
         return {"method": "fp8-current"}
     if backend == "AO":

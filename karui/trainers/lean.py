@@ -85,7 +85,7 @@ class LeanAttention:
             out = context_attention(q, k, v.transpose(1, 2), documents, m.scaling, context)
         else:
             out = document_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents, m.scaling,
-                                 shared=kwargs.get("shared_prefix", False), rotary=(cosine[0], sine[0]))
+                                     shared=kwargs.get("shared_prefix", False), rotary=(cosine[0], sine[0]))
         out = out.reshape(*hidden_states.shape[:-1], -1)
         rows = kwargs.get("attended_rows")
         return m.o_proj(out if rows is None else out.index_select(1, rows)), None

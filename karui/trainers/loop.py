@@ -205,10 +205,11 @@ class Loop:
         plan = plan_epoch(self.held_out.lengths, batch=len(self.held_out), micro_tokens=recipe.optim.micro_tokens,
                           rank=rank, world=world, shuffle=False, packing=recipe.data.packing)
         total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        # ranks that hold parts of the model, or of the batch, go through it together
+        together = is_sharded(loss) or recipe.run.context_parallel > 1
         for micro in plan[0]:
             batch = collate([self.held_out[i] for i in micro]).to(accelerator.device)
-            # ranks that hold parts of the model, or of the batch, go through it together
-            if batch.num_supervised or is_sharded(loss) or recipe.run.context_parallel > 1:
+            if batch.num_supervised or together:
                 with accelerator.autocast():
                     total[0] += loss.of(batch).double()
                 total[1] += batch.num_supervised / recipe.run.context_parallel

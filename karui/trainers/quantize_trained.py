@@ -28,16 +28,6 @@ def train_to_bundle(
     Raises:
         KaruiError: what the step, the run or the export refuses.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(work or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        return _train(model, output, method, spec, embedding, calibration, samples, length, folder, dict(settings or {}), skip)
-
-
-def _train(
-    model: str, output: Path, method: str, spec: str, embedding: str, calibration: Path, samples: int, length: int, folder: Path,
-    settings: dict[str, Any], skip: Sequence[str],
-) -> Manifest:  # fmt: skip
     from karui.catalogue import load_tokenizer, resolve
     from karui.configs.recipe import Recipe
     from karui.qat.methods import TRAINED
@@ -45,28 +35,32 @@ def _train(
     from karui.trainers.quantize import rows_of_text
     from karui.trainers.run import run_recipe
 
-    source = resolve(model)
-    tokenizer = load_tokenizer(source)
-    text = folder / "text.jsonl"
-    if not text.is_file():
-        rows = rows_of_text(source, calibration, samples, length)
-        text.write_text("".join(json.dumps({"text": tokenizer.decode(r)}) + "\n" for r in rows.tolist()), encoding="utf-8")
-    optim = {"lr": TRAINED[method].lr, "batch": 8, **{k: settings.pop(k) for k in OPTIM if k in settings}}
-    step: dict[str, Any] = {"method": method, "spec": spec, "skip": list(skip), **settings}
-    if method == "llm_qat":
-        step = {"generate": samples, "length": length, **step}
-    if method == "bitnet_158":
-        step = {"warmup": max(1, (optim.get("steps") or -(-samples // optim["batch"])) // 2), **step}
-    recipe = Recipe.build(
-        {
-            "name": f"{method}-{source.name}", "model": str(model), "prepare": [step], "optim": optim,
-            "objective": {"kind": "distil"},
-            "data": {"train": str(text), "text": "text", "train_on": "all", "max_length": length, "overlong": "split"},
-            "run": {"output": str(folder / "run")}, "track": {"to": "none"},
-        },
-        f"karui quantize --method {method}",
-    )  # fmt: skip
-    result = run_recipe(recipe, resume="auto")
-    if result.final is None:
-        raise KaruiError(f"the run was interrupted; start the same command again with --work {folder} and it goes on.")
-    return export_run(result.folder, spec=spec, embedding=embedding, output=output).manifest
+    left = dict(settings or {})
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(work or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        source = resolve(model)
+        tokenizer = load_tokenizer(source)
+        text = folder / "text.jsonl"
+        if not text.is_file():
+            rows = rows_of_text(source, calibration, samples, length)
+            text.write_text("".join(json.dumps({"text": tokenizer.decode(r)}) + "\n" for r in rows.tolist()), encoding="utf-8")
+        optim = {"lr": TRAINED[method].lr, "batch": 8, **{k: left.pop(k) for k in OPTIM if k in left}}
+        step: dict[str, Any] = {"method": method, "spec": spec, "skip": list(skip), **left}
+        if method == "llm_qat":
+            step = {"generate": samples, "length": length, **step}
+        if method == "bitnet_158":
+            step = {"warmup": max(1, (optim.get("steps") or -(-samples // optim["batch"])) // 2), **step}
+        recipe = Recipe.build(
+            {
+                "name": f"{method}-{source.name}", "model": str(model), "prepare": [step], "optim": optim,
+                "objective": {"kind": "distil"},
+                "data": {"train": str(text), "text": "text", "train_on": "all", "max_length": length, "overlong": "split"},
+                "run": {"output": str(folder / "run")}, "track": {"to": "none"},
+            },
+            f"karui quantize --method {method}",
+        )  # fmt: skip
+        result = run_recipe(recipe, resume="auto")
+        if result.final is None:
+            raise KaruiError(f"the run was interrupted; start the same command again with --work {folder} and it goes on.")
+        return export_run(result.folder, spec=spec, embedding=embedding, output=output).manifest

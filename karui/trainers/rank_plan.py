@@ -23,11 +23,10 @@ from typing import Any
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
 from karui.lowprec.plan import Gpu, find_gpu
-from karui.trainers.estimate import ModelShape, Trained, memory, shape_of, skeleton, trained_by, weight_bytes
+from karui.trainers.estimate import BYTES, ModelShape, Trained, memory, shape_of, skeleton, trained_by, weight_bytes
 from karui.trainers.zero import BUCKET
 
 WAYS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,7 @@ def plan_ranks(recipe: Recipe, gpu: str, *, nodes: int = 1, per_node: int = 8, t
 
 def rank_memory(recipe: Recipe, shape: ModelShape, trained: Trained, *, way: str, ranks: int, tokens: int) -> RankMemory:
     """The formulas above for one way; `tokens` of a micro-batch, all supervised."""
-    dtype = _DTYPE[recipe.model.dtype]
+    dtype = BYTES[recipe.model.dtype]
     one = memory(recipe, shape, trained, tokens=tokens, supervised=tokens)
     codes = weight_bytes(shape.linears, trained.base, dtype) if trained.base.format != "none" else 0
     floats = one.weights + one.adapter - codes

@@ -79,13 +79,14 @@ def run_recipe(
     """
     import torch
 
-    from karui.trainers.launched import kept_from_accelerate, resolve_precision
+    from karui.trainers.launched import FP8_BACKEND, resolve_precision, without
     from karui.trainers.ranks import together
 
     recipe = resolve_precision(recipe, os.environ, cuda=torch.cuda.is_available())
     accelerator = _make_accelerator(recipe)
     _set_threads(recipe, accelerator)
-    with kept_from_accelerate(os.environ), together(recipe, accelerator):
+    # the recipe has the FP8 step now: accelerate must not wrap the model in modules of its own
+    with without(os.environ, FP8_BACKEND), together(recipe, accelerator):
         return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker)
 
 
@@ -206,8 +207,9 @@ def _make_accelerator(recipe: Recipe) -> Accelerator:
     from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
     from karui.trainers import tracking, zero
+    from karui.trainers.launched import without
 
-    with zero.taken_from(os.environ):
+    with without(os.environ, zero.USE):
         accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision=recipe.run.precision,

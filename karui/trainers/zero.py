@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from karui.trainers.stages import Stage
 
 logger = logging.getLogger(__name__)
-_USE = "ACCELERATE_USE_DEEPSPEED"
+USE = "ACCELERATE_USE_DEEPSPEED"
 BUCKET = 50_000_000  # values that are summed over the ranks at once; deepspeed's own default takes 2 GB
 
 
 def launched(environment: Mapping[str, str]) -> bool:
     """Whether `accelerate launch` was given a DeepSpeed configuration."""
-    return environment.get(_USE, "").lower() in ("true", "1")
+    return environment.get(USE, "").lower() in ("true", "1")
 
 
 def stage_of(recipe: Recipe, environment: Mapping[str, str]) -> int:
@@ -61,17 +61,6 @@ def stage_of(recipe: Recipe, environment: Mapping[str, str]) -> int:
         raise UnsupportedError("the DeepSpeed configuration has ZeRO stage 0, which splits nothing; launch with DDP, or set "
                                "zero_stage to 1, 2 or 3.")
     return stage
-
-
-@contextmanager
-def taken_from(environment: Any) -> Iterator[None]:
-    """While an `Accelerator` is made: it must not set up DeepSpeed by itself."""
-    held = environment.pop(_USE, None)
-    try:
-        yield
-    finally:
-        if held is not None:
-            environment[_USE] = held
 
 
 def check(recipe: Recipe, loss: nn.Module, stages: Sequence[Stage]) -> None:

@@ -34,14 +34,20 @@ def run_to(recipe, step):
     forget_after(folder, step)
 
 
-def test_fsdp2_trains_as_one_process_does_and_goes_on_from_one_rank_to_two_and_back(recipe_at, tmp_path):
-    alone = {kind: run_recipe(recipe_at(kind, f"{kind}-alone")).folder for kind in KINDS}
-    split = {kind: recipe_at(kind, kind, sharding="fsdp2") for kind in KINDS}
-    resumed = {kind: recipe_at(kind, f"{kind}-resumed", sharding="fsdp2") for kind in ("full", "lora")}
+def in_two_ranks(recipe_at, tmp_path, kinds, going_on, **run):
+    """By kind: folders of one process's runs, and recipes that two ranks ran, from the start and from one process's second step."""
+    alone = {kind: run_recipe(recipe_at(kind, f"{kind}-alone")).folder for kind in kinds}
+    split = {kind: recipe_at(kind, kind, sharding="fsdp2", **run) for kind in kinds}
+    resumed = {kind: recipe_at(kind, f"{kind}-resumed", sharding="fsdp2", **run) for kind in going_on}
     for there in resumed.values():
         run_to(there, 2)
     done = launch(tmp_path, [*map(job, split.values()), *(job(r, resume=True) for r in resumed.values())])
     assert done.returncode == 0, done.stderr[-3000:]
+    return alone, split, resumed
+
+
+def test_fsdp2_trains_as_one_process_does_and_goes_on_from_one_rank_to_two_and_back(recipe_at, tmp_path):
+    alone, split, resumed = in_two_ranks(recipe_at, tmp_path, KINDS, ("full", "lora"))
     for kind, there in split.items():
         agree(there.output, alone[kind], kind)
         for name in ("checkpoint-000002", "checkpoint-000004"):
@@ -58,13 +64,7 @@ def test_fsdp2_trains_as_one_process_does_and_goes_on_from_one_rank_to_two_and_b
 
 def test_every_rank_writes_its_part_of_a_sharded_checkpoint_and_any_number_goes_on_from_it(recipe_at, tmp_path):
     kinds = ("full", "lora")
-    alone = {kind: run_recipe(recipe_at(kind, f"{kind}-alone")).folder for kind in kinds}
-    split = {kind: recipe_at(kind, kind, sharding="fsdp2", checkpoint="sharded") for kind in kinds}
-    resumed = {kind: recipe_at(kind, f"{kind}-resumed", sharding="fsdp2", checkpoint="sharded") for kind in kinds}
-    for there in resumed.values():
-        run_to(there, 2)
-    done = launch(tmp_path, [*map(job, split.values()), *(job(r, resume=True) for r in resumed.values())])
-    assert done.returncode == 0, done.stderr[-3000:]
+    alone, split, resumed = in_two_ranks(recipe_at, tmp_path, kinds, kinds, checkpoint="sharded")
     for kind, there in split.items():
         agree(there.output, alone[kind], kind)
         parts = sorted((there.output / "checkpoint-000004" / "sharded").iterdir())

@@ -174,7 +174,11 @@ class NativeRunner:
 
     def forward(self, batch: StepBatch) -> StepOutput:
         with quiet_torch():
-            return self._forward(batch)
+            step, output, held = self._step(batch)
+            failed = self._lib.forward(self._model, ctypes.byref(step))
+            del held
+        self._check(failed)
+        return output
 
     @property
     def decodes_ahead(self) -> bool:
@@ -193,12 +197,6 @@ class NativeRunner:
             del output, held
         self._check(-done)
         return found[:done]
-
-    def _forward(self, batch: StepBatch) -> StepOutput:
-        step, output, held = self._step(batch)
-        self._check(self._lib.forward(self._model, ctypes.byref(step)))
-        del held
-        return output
 
     def _check(self, failed: int) -> None:
         if failed > 0:

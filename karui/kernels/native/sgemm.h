@@ -75,37 +75,12 @@ INLINE void tile_of(int m, int vectors, bool plus, int k, const float* a, const 
 
 // W rows of four columns, `row` apart, become four groups of W: out[j * width + i] = src[i * row + j].
 INLINE void transpose4(const float* src, int64_t row, float* out, int width) {
-#if defined(KARUI_AVX512)
-    __m512 q[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const float* s = src + i * row;
-        q[i] = _mm512_castps128_ps512(_mm_loadu_ps(s));
-        q[i] = _mm512_insertf32x4(q[i], _mm_loadu_ps(s + 4 * row), 1);
-        q[i] = _mm512_insertf32x4(q[i], _mm_loadu_ps(s + 8 * row), 2);
-        q[i] = _mm512_insertf32x4(q[i], _mm_loadu_ps(s + 12 * row), 3);
-    }
-    const __m512 a = _mm512_unpacklo_ps(q[0], q[1]), b = _mm512_unpackhi_ps(q[0], q[1]);
-    const __m512 c = _mm512_unpacklo_ps(q[2], q[3]), d = _mm512_unpackhi_ps(q[2], q[3]);
-    store(out, _mm512_shuffle_ps(a, c, 0x44));
-    store(out + width, _mm512_shuffle_ps(a, c, 0xee));
-    store(out + 2 * width, _mm512_shuffle_ps(b, d, 0x44));
-    store(out + 3 * width, _mm512_shuffle_ps(b, d, 0xee));
-#elif defined(KARUI_AVX2)
-    __m256 q[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        q[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(src + i * row)), _mm_loadu_ps(src + (i + 4) * row), 1);
-    const __m256 a = _mm256_unpacklo_ps(q[0], q[1]), b = _mm256_unpackhi_ps(q[0], q[1]);
-    const __m256 c = _mm256_unpacklo_ps(q[2], q[3]), d = _mm256_unpackhi_ps(q[2], q[3]);
-    store(out, _mm256_shuffle_ps(a, c, 0x44));
-    store(out + width, _mm256_shuffle_ps(a, c, 0xee));
-    store(out + 2 * width, _mm256_shuffle_ps(b, d, 0x44));
-    store(out + 3 * width, _mm256_shuffle_ps(b, d, 0xee));
-#else
-    for (int j = 0; j < 4; j++)
-        for (int i = 0; i < W; i++) out[j * width + i] = src[i * row + j];
-#endif
+    const V q0 = load_fours(src, row), q1 = load_fours(src + row, row), q2 = load_fours(src + 2 * row, row), q3 = load_fours(src + 3 * row, row);
+    const V a = zip_low(q0, q1), b = zip_high(q0, q1), c = zip_low(q2, q3), d = zip_high(q2, q3);
+    store(out, pairs_low(a, c));
+    store(out + width, pairs_high(a, c));
+    store(out + 2 * width, pairs_low(b, d));
+    store(out + 3 * width, pairs_high(b, d));
 }
 
 // A panel [k, WIDTH]: line i, depth p lies at src[i * line + p * depth]; `there` lines can be read, those beyond are zero.

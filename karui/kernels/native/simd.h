@@ -69,6 +69,15 @@ template <int S, int MASK> INLINE U field_up(U a) {  // (byte << S) & MASK
 INLINE U bor(U a, U b) { return _mm512_or_si512(a, b); }
 template <int J> INLINE I byte_of(U a) { return _mm512_and_si512(_mm512_srli_epi32(a, 8 * J), _mm512_set1_epi32(255)); }
 INLINE V lookup16(const float* table, I index) { return _mm512_permutexvar_ps(index, load(table)); }
+INLINE V load_fours(const float* p, int64_t row) {  // four floats each of rows 0, 4, 8, 12
+    const V a = _mm512_insertf32x4(_mm512_castps128_ps512(_mm_loadu_ps(p)), _mm_loadu_ps(p + 4 * row), 1);
+    return _mm512_insertf32x4(_mm512_insertf32x4(a, _mm_loadu_ps(p + 8 * row), 2), _mm_loadu_ps(p + 12 * row), 3);
+}
+// Of each four lanes of a and b: a0 b0 a1 b1, a2 b2 a3 b3, a0 a1 b0 b1, a2 a3 b2 b3.
+INLINE V zip_low(V a, V b) { return _mm512_unpacklo_ps(a, b); }
+INLINE V zip_high(V a, V b) { return _mm512_unpackhi_ps(a, b); }
+INLINE V pairs_low(V a, V b) { return _mm512_shuffle_ps(a, b, 0x44); }
+INLINE V pairs_high(V a, V b) { return _mm512_shuffle_ps(a, b, 0xee); }
 
 // Dot products of unsigned weight codes with signed activations, exact in int32: open, step (8 times or fewer), close.
 template <int BITS> struct Dot {
@@ -145,6 +154,13 @@ INLINE V lookup16(const float* table, I i) {
     V low = _mm256_permutevar8x32_ps(load(table), i), high = _mm256_permutevar8x32_ps(load(table + 8), i);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));  // bit 3 chooses the half
 }
+INLINE V load_fours(const float* p, int64_t row) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 4 * row), 1);
+}
+INLINE V zip_low(V a, V b) { return _mm256_unpacklo_ps(a, b); }
+INLINE V zip_high(V a, V b) { return _mm256_unpackhi_ps(a, b); }
+INLINE V pairs_low(V a, V b) { return _mm256_shuffle_ps(a, b, 0x44); }
+INLINE V pairs_high(V a, V b) { return _mm256_shuffle_ps(a, b, 0xee); }
 
 // Codes of up to 4 bits: 8 int16 partial sums of at most 2 * 15 * 127 stay below 30,480, so one widening per 32 inputs is exact.
 template <int BITS> struct Dot {
@@ -231,6 +247,11 @@ template <int S, int MASK> INLINE U field_up(U a) { return (a << S) & (uint8_t)M
 INLINE U bor(U a, U b) { return a | b; }
 template <int J> INLINE I byte_of(U a) { I r; EACH r[i] = a[4 * i + J]; return r; }
 INLINE V lookup16(const float* table, I index) { V r; EACH r[i] = table[index[i]]; return r; }
+INLINE V load_fours(const float* p, int64_t row) { V r; EACH r[i] = p[i / 4 * 4 * row + i % 4]; return r; }
+INLINE V zip_low(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + i % 4 / 2]; return r; }
+INLINE V zip_high(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + 2 + i % 4 / 2]; return r; }
+INLINE V pairs_low(V a, V b) { V r; EACH r[i] = (i % 4 < 2 ? a : b)[i / 4 * 4 + i % 2]; return r; }
+INLINE V pairs_high(V a, V b) { V r; EACH r[i] = (i % 4 < 2 ? a : b)[i / 4 * 4 + 2 + i % 2]; return r; }
 template <int BITS> struct Dot {
     static constexpr int bias = 0;
     typedef I P;
