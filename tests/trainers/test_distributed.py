@@ -1,6 +1,7 @@
-"""End to end with two CPU processes (gloo): FSDP2 and context parallelism train as one process does, and any number of ranks goes on."""
+"""End to end with two CPU processes (gloo): DDP, FSDP2 and context parallelism train as one process does, and any number of ranks goes on."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -28,52 +29,50 @@ def agree(one, other, where):
     torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=2e-5, msg=lambda m: f"{where}: {m}")
 
 
-def run_to(recipe, step):
-    """One process, killed right after `step`."""
-    folder = run_recipe(recipe.model_copy(update={"run": recipe.run.model_copy(update={"sharding": "auto"})})).folder
-    forget_after(folder, step)
-
-
-def in_two_ranks(recipe_at, tmp_path, kinds, going_on, **run):
+def in_two_ranks(recipe_at, tmp_path, kinds, sharding, **run):
     """By kind: folders of one process's runs, and recipes that two ranks ran, from the start and from one process's second step."""
-    alone = {kind: run_recipe(recipe_at(kind, f"{kind}-alone")).folder for kind in kinds}
-    split = {kind: recipe_at(kind, kind, sharding="fsdp2", **run) for kind in kinds}
-    resumed = {kind: recipe_at(kind, f"{kind}-resumed", sharding="fsdp2", **run) for kind in going_on}
-    for there in resumed.values():
-        run_to(there, 2)
+    alone = {kind: run_recipe(recipe_at(kind, f"{kind}-alone", **run)).folder for kind in kinds}
+    split = {kind: recipe_at(kind, kind, sharding=sharding, **run) for kind in kinds}
+    resumed = {kind: recipe_at(kind, f"{kind}-resumed", sharding=sharding, **run) for kind in kinds}
+    for kind, there in resumed.items():
+        shutil.copytree(alone[kind], there.output)
+        forget_after(there.output, 2)
     done = launch(tmp_path, [*map(job, split.values()), *(job(r, resume=True) for r in resumed.values())])
     assert done.returncode == 0, done.stderr[-3000:]
-    return alone, split, resumed
-
-
-def test_fsdp2_trains_as_one_process_does_and_goes_on_from_one_rank_to_two_and_back(recipe_at, tmp_path):
-    alone, split, resumed = in_two_ranks(recipe_at, tmp_path, KINDS, ("full", "lora"))
     for kind, there in split.items():
         agree(there.output, alone[kind], kind)
+        agree(resumed[kind].output, alone[kind], f"{kind}, from one rank to two")
+    return alone, split
+
+
+def go_on_alone(recipe_at, alone, kind, **run):
+    """What two ranks began, one process ends as if it had done all of it."""
+    there = recipe_at(kind, kind, **run)
+    forget_after(there.output, 2)
+    run_recipe(there, resume=True)
+    agree(there.output, alone[kind], f"{kind}, from two ranks to one")
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_ranks_train_as_one_process_does_and_go_on_from_one_rank_to_two_and_back(sharding, recipe_at, tmp_path):
+    kinds = KINDS if sharding == "fsdp2" else ("full", "qlora", "qat")
+    alone, split = in_two_ranks(recipe_at, tmp_path, kinds, sharding)
+    for kind, there in split.items():
         for name in ("checkpoint-000002", "checkpoint-000004"):
             found, wanted = (load_file(str(f / name / "optimizer.safetensors")) for f in (there.output, alone[kind]))
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
-    for kind, there in resumed.items():
-        agree(there.output, alone[kind], f"{kind}, from one rank to two")
-    for kind in ("full", "lora"):
-        there = recipe_at(kind, kind)
-        forget_after(there.output, 2)
-        run_recipe(there, resume=True)
-        agree(there.output, alone[kind], f"{kind}, from two ranks to one")
+        state = json.loads((there.output / "checkpoint-000004" / "state.json").read_text())
+        assert state["world"] == 2 and len(state["rng"]) == 2
+        go_on_alone(recipe_at, alone, kind)
 
 
 def test_every_rank_writes_its_part_of_a_sharded_checkpoint_and_any_number_goes_on_from_it(recipe_at, tmp_path):
-    kinds = ("full", "lora")
-    alone, split, resumed = in_two_ranks(recipe_at, tmp_path, kinds, kinds, checkpoint="sharded")
+    alone, split = in_two_ranks(recipe_at, tmp_path, ("full", "lora"), "fsdp2", checkpoint="sharded")
     for kind, there in split.items():
-        agree(there.output, alone[kind], kind)
         parts = sorted((there.output / "checkpoint-000004" / "sharded").iterdir())
         assert [p.suffix for p in parts] == [".safetensors"] * 2, parts
         assert abs(parts[0].stat().st_size - parts[1].stat().st_size) < 0.2 * parts[0].stat().st_size
-        agree(resumed[kind].output, alone[kind], f"{kind}, from one rank to two")
-        forget_after(there.output, 2)
-        run_recipe(recipe_at(kind, kind, checkpoint="sharded"), resume=True)
-        agree(there.output, alone[kind], f"{kind}, from two ranks to one")
+        go_on_alone(recipe_at, alone, kind, checkpoint="sharded")
 
 
 def test_a_sharded_checkpoint_that_is_not_this_models_is_refused(recipe_at, tmp_path):

@@ -220,29 +220,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_five_in_a_row_stop_the_run(mak
         run_recipe(make_recipe(optim={"batch": 1, "steps": 20, "micro_tokens": 128}))
 
 
-def test_two_processes_train_the_same_and_their_checkpoint_resumes_with_one(make_recipe, tmp_path):
-    from tests.trainers.test_invariance import launch
-
-    optim = {"lr": 3e-3, "batch": 5, "steps": 6, "micro_tokens": 128}
-    prepare = [{"method": "qlora", "rank": 4, "alpha": 8}]
-    one = run_recipe(make_recipe(prepare=prepare, optim=optim, run={"output": str(tmp_path / "one"), "seed": 3, "threads": 1}))
-    recipe = make_recipe(prepare=prepare, optim=optim, run={"output": str(tmp_path / "two"), "seed": 3, "threads": 1,
-                                                            "checkpoint_every": 3, "keep": 9})
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe.dump()))
-    script = tmp_path / "train.py"
-    script.write_text("import sys, json\nfrom karui.configs.recipe import Recipe\nfrom karui.trainers.run import run_recipe\n"
-                      "run_recipe(Recipe.build(json.load(open(sys.argv[1]))))\n")
-    done = launch(script, tmp_path / "recipe.json")
-    assert done.returncode == 0, done.stderr[:3500]
-    for a, b in zip(steps_of(one.folder), steps_of(recipe.output), strict=True):
-        assert a == pytest.approx(b, rel=2e-4)
-    state = json.loads((recipe.output / "checkpoint-000003" / "state.json").read_text())
-    assert state["world"] == 2 and len(state["rng"]) == 2
-    resumed = run_recipe(recipe, resume=recipe.output / "checkpoint-000003")
-    for a, b in zip(steps_of(one.folder), steps_of(resumed.folder), strict=True):
-        assert a == pytest.approx(b, rel=2e-4)
-
-
 def test_wandb_offline_files_hold_config_and_every_step(make_recipe, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
