@@ -14,7 +14,7 @@ import torch
 from peft.tuners.lora.layer import Linear as PeftLoraLinear
 from torch import nn
 
-from karui.adapters.quantized_linear import QuantizedLinear
+from karui.adapters.quantized_linear import BaseWeight, QuantizedLinear
 from karui.kernels.lora import gated_lora_linear, lora_linear
 from karui.kernels.swiglu import swiglu
 
@@ -44,7 +44,7 @@ class FusedLoraLinear(PeftLoraLinear):
         base: Any = self.base_layer
         a: Any = self.lora_A[adapter].weight
         b: Any = self.lora_B[adapter].weight
-        return _Weight(base), base.bias, a.to(dtype), b.to(dtype), self.scaling[adapter]
+        return BaseWeight(base), base.bias, a.to(dtype), b.to(dtype), self.scaling[adapter]
 
     def _fusable(self, x: torch.Tensor) -> str | None:
         """The one active adapter that the fused form can serve, else None."""
@@ -63,18 +63,6 @@ class FusedLoraLinear(PeftLoraLinear):
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-
-
-class _Weight:
-    """The base's weight in a dtype, made when called."""
-
-    __slots__ = ("base",)
-
-    def __init__(self, base: Any) -> None:
-        self.base = base
-
-    def __call__(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.base.dequantize(dtype) if isinstance(self.base, QuantizedLinear) else self.base.weight.to(dtype)
 
 
 def custom_modules() -> dict[type[nn.Module], type[nn.Module]]:

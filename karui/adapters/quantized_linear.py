@@ -17,7 +17,7 @@ from karui.kernels.lora import frozen_linear
 from karui.kernels.pack import pack, unpack
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import quantize
-from karui.kernels.quantize.nf4 import CODEBOOK, block_absmax
+from karui.kernels.quantize.nf4 import CODEBOOK, block_absmax, codebook
 from karui.kernels.triton_support import obstacle
 
 
@@ -52,26 +52,31 @@ class QuantizedLinear(nn.Module):
         return cls(quantize(linear.weight.detach(), spec, name=name), linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return frozen_linear(x, self.dequantize, self.bias)
+        return frozen_linear(x, BaseWeight(self), self.bias)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W [out, in], bit-equal to `self.qtensor().dequantize(dtype)`."""
         if self._table is None:
             return self.qtensor().dequantize(dtype)
-        if self.qweight.is_cuda and not obstacle(self.qweight.device):
-            return dequantize_weight(self.packed(), dtype)
+        if self.qweight.is_cuda and not obstacle(self.qweight.device) and (packed := self.packed()) is not None:
+            return dequantize_weight(packed, dtype)
         # two codes per look-up: the byte is the index, the entry a pair of values
         pairs = self._table.index_select(0, self.qweight.reshape(-1).int()).view(torch.float32)
         scale = self._scales()
         return pairs.view(*scale.shape, -1).mul_(scale.unsqueeze(-1)).view(self.out_features, self.in_features).to(dtype)
 
-    def packed(self) -> PackedWeight:
-        """The 4-bit weight as `gemm_weight`'s kernels read it: the same bytes."""
+    def packed(self) -> PackedWeight | None:
+        """The 4-bit weight as `gemm_weight`'s kernels read it: the same bytes. None for other grids and for short groups."""
+        if self._table is None or self.in_features % 2 or not _kernel_groups(self.spec):
+            return None
         nf4 = self.spec.format == "nf4"
-        table = torch.tensor(CODEBOOK, device=self.qweight.device) if nf4 else None
         data = self.qweight.view(self.out_features, -1)
-        scale = self._scales().reshape(-1, self._scales().shape[-1]).expand(self.out_features, -1).contiguous()
-        return PackedWeight(data, scale, None, table, 4, 0 if nf4 else 8, (self.out_features, self.in_features), high_first=True)
+        scale = self._scales() if nf4 else self.scale
+        scale = scale.reshape(-1, scale.shape[-1]).expand(self.out_features, -1).contiguous()
+        shape = self.out_features, self.in_features
+        if nf4:
+            return PackedWeight(data, scale, None, codebook(data.device), 4, 0, shape, high_first=True, form="table")
+        return PackedWeight(data, scale, None, None, 4, 8, shape, high_first=True)
 
     def qtensor(self) -> QTensor:
         """The weight as a `QTensor` (codes unpacked)."""
@@ -101,6 +106,21 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, spec={self.spec}"
 
 
+class BaseWeight:
+    """The weight of a frozen base, made in a dtype when called; `packed` for the kernels that decode it themselves."""
+
+    __slots__ = ("base",)
+
+    def __init__(self, base: QuantizedLinear | nn.Linear) -> None:
+        self.base = base
+
+    def __call__(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.base.dequantize(dtype) if isinstance(self.base, QuantizedLinear) else self.base.weight.to(dtype)
+
+    def packed(self) -> PackedWeight | None:
+        return self.base.packed() if isinstance(self.base, QuantizedLinear) else None
+
+
 def quantize_linears(model: nn.Module, spec: QuantSpec, skip: set[str]) -> dict[str, QuantizedLinear]:
     """Replace every `nn.Linear` of `model` (by full name, except `skip`) in place, one at a time; returns the new modules.
 
@@ -115,6 +135,12 @@ def quantize_linears(model: nn.Module, spec: QuantSpec, skip: set[str]) -> dict[
     if not done:
         raise KaruiError(f"no linear layer to quantize to {spec} in {type(model).__name__}.")
     return done
+
+
+def _kernel_groups(spec: QuantSpec) -> bool:
+    """Whether the grid's groups are ones `gemm_weight` takes: whole rows, or a power of two from 32 on."""
+    group = spec.group_size
+    return group is None or (group >= 32 and group & (group - 1) == 0)
 
 
 def _four_bit(spec: QuantSpec) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -237,8 +237,8 @@ class TritonRunner(TorchRunner):
                     packed.append(pack_weight(w))
                 except UnsupportedError as error:
                     logger.info("%s is dequantized in every product: %s", name, error)
-        if len(packed) == len(weights) and len({(w.bits, w.middle, w.group, w.zero is None,
-                                                 w.table is None) for w in packed}) == 1:
+        kinds = {(w.form, w.bits, w.middle, w.group, w.scale.dtype, w.zero is None) for w in packed}
+        if len(packed) == len(weights) and len(kinds) == 1:
             self._packed = True
             return _concatenated(packed)
         if len(weights) == 1:
@@ -329,9 +329,10 @@ def unsuited(config: ModelConfig, device: torch.device) -> str:
 def _concatenated(parts: list[PackedWeight]) -> PackedWeight:
     first = parts[0]
     cat = [torch.cat([getattr(p, name) for p in parts]) for name in ("data", "scale")]
-    zero = None if first.zero is None else torch.cat([p.zero for p in parts if p.zero is not None])
+    zero, divisor = (None if getattr(first, name) is None else torch.cat([getattr(p, name) for p in parts])
+                     for name in ("zero", "divisor"))
     shape = (sum(p.shape[0] for p in parts), first.shape[1])
-    return PackedWeight(cat[0], cat[1], zero, first.table, first.bits, first.middle, shape, first.high_first)
+    return replace(first, data=cat[0], scale=cat[1], zero=zero, divisor=divisor, shape=shape)
 
 
 def _dense(w: torch.Tensor | PackedWeight | QTensor) -> torch.Tensor:

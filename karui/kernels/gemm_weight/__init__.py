@@ -1,16 +1,17 @@
 """y = x W^T for a W kept as 2-, 4- or 8-bit codes: decoded in registers on its way to the tensor cores, never written out.
 
-    pack_weight(qtensor)           int 2, 4, 8 bits (symmetric, affine), ternary, binary, nf4, mxfp4; any scales
+    pack_weight(qtensor)           int 2, 4, 8 bits (symmetric, affine), ternary, binary, nf4, fp8, mxfp8, mxfp4, nvfp4
     gemm_weight(x, w)              the product, for a few rows (decoding) up to many
     gemm_weight_dgrad(dy, w)       dy W, for training on a frozen base (QLoRA, arXiv 2305.14314)
     dequantize_weight(w, dtype)    W itself, for products large enough that cuBLAS on a decoded copy wins
     gemm_int8(x, w)                W8A8 and ternary x int8: x quantized per row, products exact in int32
+    gemm_float8(x, w)              W8A8 in E4M3: x quantized per row, products on FP8 tensor cores
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,19 +21,26 @@ from karui.kernels.pack import pack
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize.elements import E2M1, values
 from karui.kernels.quantize.microscaling import e8m0_value
-from karui.kernels.quantize.nf4 import block_absmax
+from karui.kernels.quantize.nf4 import block_absmax, codebook
 from karui.kernels.triton_support import Backend, use_triton
 
 # From this many rows on decoding W once and calling cuBLAS costs less than decoding it in every row of tiles.
 DEQUANTIZE_ROWS = 512
 
+Form = Literal["int", "table", "e4m3", "nvfp4"]
+_BITS = {"ternary": 2, "binary": 2, "nf4": 4, "fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}
+
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """W [N, K] as codes, value = (code - zero) * scale, or table[code] * scale (nf4, mxfp4).
+    """W [N, K] as codes. What a code stands for is its `form`:
+
+        int      (code - zero) * scale                table    table[code] * scale (nf4, mxfp4)
+        e4m3     E4M3 * scale (fp8, mxfp8)            nvfp4    E2M1 * (scale / divisor)
 
     data: uint8 [N, K * bits / 8], lowest bits first (4 bits with high_first: the first of a pair in the high half).
-    scale: fp32, bf16 or fp16 [N, G]; zero: int32-valued uint8 [N, G] or None (then `middle`).
+    scale: fp32, bf16 or fp16 [N, G]; nvfp4: float8_e4m3fn [N, K / 16].
+    zero: int32-valued uint8 [N, G] or None (then `middle`).  divisor: fp32 [N], nvfp4's scale of the whole tensor, row by row.
     """
 
     data: torch.Tensor
@@ -43,19 +51,21 @@ class PackedWeight:
     middle: int
     shape: tuple[int, int]
     high_first: bool = False
+    form: Form = "int"
+    divisor: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
         return self.shape[1] // self.scale.shape[1]
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        held = {name: getattr(self, name) for name in ("data", "scale", "zero", "table")}
+        held = {name: getattr(self, name) for name in ("data", "scale", "zero", "table", "divisor")}
         moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
         return replace(self, **moved)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
+        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero, self.divisor) if t is not None)
 
 
 def pack_weight(q: QTensor) -> PackedWeight:
@@ -64,32 +74,36 @@ def pack_weight(q: QTensor) -> PackedWeight:
     Raises:
         UnsupportedError: another grid or width, groups below 32, K no multiple of what fills a byte.
     """
-    bits = {"ternary": 2, "binary": 2, "nf4": 4, "mxfp4": 4}.get(q.spec.format, q.spec.bits)
-    if q.spec.format not in ("int", "ternary", "binary", "nf4", "mxfp4") or bits not in (2, 4, 8) or len(q.shape) != 2:
+    bits = _BITS.get(q.spec.format, q.spec.bits)
+    if q.spec.format not in ("int", *_BITS) or bits not in (2, 4, 8) or len(q.shape) != 2:
         raise UnsupportedError(
-            f"no packed kernel for {q.spec} of shape {q.shape}; kernels take int 2, 4, 8 bits, ternary, binary, nf4, mxfp4."
+            f"no packed kernel for {q.spec} of shape {q.shape}; kernels take int 2, 4, 8 bits and {', '.join(_BITS)}."
         )
     n, k = q.shape
     if k % (8 // bits):
         raise UnsupportedError(f"{q.spec}: an input width of {k} does not fill whole bytes of {bits}-bit codes.")
-    table, middle = None, 0
-    if q.spec.format == "nf4":
-        from karui.kernels.quantize.nf4 import CODEBOOK
-
-        scale, codes = block_absmax(q), q.codes
-        table = torch.tensor(CODEBOOK, device=codes.device)
-    elif q.spec.format == "mxfp4":
-        scale, codes, table = e8m0_value(q.scale.view(torch.uint8)), q.codes, values(E2M1).to(q.codes.device)
+    table, middle, divisor, codes, scale = None, 0, None, q.codes, q.scale
+    form: Form = "int"
+    if q.spec.format in ("nf4", "mxfp4"):
+        form, nf4 = "table", q.spec.format == "nf4"
+        scale = block_absmax(q) if nf4 else e8m0_value(q.scale.view(torch.uint8))
+        table = codebook(codes.device) if nf4 else values(E2M1).to(codes.device)
+    elif q.spec.format in ("fp8", "mxfp8"):
+        form, codes = "e4m3", codes.view(torch.uint8)
+        scale = e8m0_value(q.scale.view(torch.uint8)) if q.spec.format == "mxfp8" else scale
+    elif q.spec.format == "nvfp4":
+        assert q.extra is not None
+        form, divisor = "nvfp4", q.extra["global_scale"].float().expand(n).contiguous()
     else:
-        scale = q.scale
         middle = 0 if q.zero is not None else 1 if q.spec.format in ("ternary", "binary") else 2 ** (bits - 1)
-        codes = (q.codes.to(torch.int16) + middle).to(torch.uint8)
+        codes = (codes.to(torch.int16) + middle).to(torch.uint8)
     scale = scale.expand(n, -1) if scale.shape[0] == 1 else scale
     group = k // scale.shape[1]
-    if group < k and (group < 32 or group & (group - 1)):
+    if form != "nvfp4" and group < k and (group < 32 or group & (group - 1)):
         raise UnsupportedError(f"{q.spec}: groups of {group}; the kernels take powers of two from 32 on, or whole rows.")
     zero = None if q.zero is None else q.zero.contiguous()
-    return PackedWeight(pack(codes, bits).contiguous(), scale.contiguous(), zero, table, bits, middle, (n, k))
+    data = pack(codes, bits).contiguous()
+    return PackedWeight(data, scale.contiguous(), zero, table, bits, middle, (n, k), form=form, divisor=divisor)
 
 
 def gemm_weight(
@@ -136,13 +150,41 @@ def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None
         UnsupportedError: groups, zero points, 4-bit or nf4 weights.
     """
     _check(x, w.shape[1], w, "gemm_int8")
-    if w.bits == 4 or w.zero is not None or w.table is not None or w.scale.shape[1] != 1:
+    if not takes_int8(w):
         raise UnsupportedError("gemm_int8 takes symmetric 8-bit or ternary weights with one scale per row; use gemm_weight.")
     if use_triton(backend, x.device, "gemm_int8", refused=_refused(x)):
         from karui.kernels.gemm_weight import triton
 
         return triton.gemm_int8(x.reshape(-1, w.shape[1]), w, bias).view(*x.shape[:-1], w.shape[0])
     return reference.gemm_int8(x, w, bias)
+
+
+def gemm_float8(
+    x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto"
+) -> torch.Tensor:
+    """As `gemm_weight` with x rounded to E4M3 per row first (scale absmax / 448); W E4M3 with one scale per row.
+
+    Raises:
+        UnsupportedError: another grid; backend "triton" before compute capability 8.9, which has no FP8.
+    """
+    _check(x, w.shape[1], w, "gemm_float8")
+    if not takes_float8(w):
+        raise UnsupportedError("gemm_float8 takes E4M3 weights with one scale per row or tensor; use gemm_weight.")
+    if use_triton(backend, x.device, "gemm_float8", needs=89, refused=_refused(x)):
+        from karui.kernels.gemm_weight import triton
+
+        return triton.gemm_float8(x.reshape(-1, w.shape[1]), w, bias).view(*x.shape[:-1], w.shape[0])
+    return reference.gemm_float8(x, w, bias)
+
+
+def takes_int8(w: PackedWeight) -> bool:
+    """Whether `gemm_int8` has a kernel for W."""
+    return w.form == "int" and w.bits != 4 and w.zero is None and w.scale.shape[1] == 1
+
+
+def takes_float8(w: PackedWeight) -> bool:
+    """Whether `gemm_float8` has a kernel for W."""
+    return w.form == "e4m3" and w.scale.shape[1] == 1
 
 
 def _check(x: torch.Tensor, width: int, w: PackedWeight, op: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from karui.kernels.pack import unpack
+from karui.kernels.quantize.elements import E2M1, decode
 
 if TYPE_CHECKING:
     from karui.kernels.gemm_weight import PackedWeight
@@ -20,13 +21,19 @@ def codes(w: PackedWeight) -> torch.Tensor:
 
 def dequantize(w: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """W [N, K]."""
-    c = codes(w)
-    if w.table is not None:
-        value = w.table[c.int()].view(*w.scale.shape, -1)
-    else:
+    c, scale = codes(w), w.scale.float()
+    if w.form == "int":
         zero = w.middle if w.zero is None else w.zero.float().unsqueeze(-1)
-        value = c.float().view(*w.scale.shape, -1) - zero
-    return (value * w.scale.float().unsqueeze(-1)).view(w.shape).to(dtype)
+        value = c.float().view(*scale.shape, -1) - zero
+    elif w.form == "table":
+        assert w.table is not None
+        value = w.table[c.int()].view(*scale.shape, -1)
+    elif w.form == "e4m3":
+        value = c.view(torch.float8_e4m3fn).float().view(*scale.shape, -1)
+    else:
+        assert w.divisor is not None
+        value, scale = decode(c, E2M1).view(*scale.shape, -1), scale / w.divisor.unsqueeze(-1)
+    return (value * scale.unsqueeze(-1)).view(w.shape).to(dtype)
 
 
 def gemm_weight(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,5 +51,14 @@ def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None
     """Integer products in float64, exact; scales in fp32."""
     rows, scale = quantize_rows(x)
     whole = (rows.double() @ (codes(w).double() - w.middle).t()).float()
+    y = whole * scale * w.scale.float().view(-1)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def gemm_float8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Products of E4M3 codes in float64, exact; scales in fp32."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+    rows = (x.float() / scale).to(torch.float8_e4m3fn)
+    whole = (rows.double() @ codes(w).view(torch.float8_e4m3fn).double().t()).float()
     y = whole * scale * w.scale.float().view(-1)
     return (y if bias is None else y + bias.float()).to(x.dtype)

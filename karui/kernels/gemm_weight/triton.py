@@ -4,19 +4,23 @@
 is the tall operand of the tensor core and a few rows of x the narrow
 one. Codes of one byte belong to neighbouring inputs; instead of interleaving them, each position in the byte is a product of its
 own with every second (fourth) input. A 4-bit code becomes bf16 by placing it in the mantissa of 128 (one `lop3` for two codes);
-the 128 and the zero point leave through the sum of the inputs, once per group, where the scale is applied in fp32.
+the 128 and the zero point leave through the sum of the inputs, once per group, where the scale is applied in fp32. NVFP4's groups
+of 16 are too short for a product each: their scales, E4M3, go onto the decoded values, exactly.
 
 Few rows do not fill a GPU with tiles of N alone: K is split too, and the parts are added in a fixed order by `_add_parts`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from karui.kernels.gemm_weight import PackedWeight
-from karui.kernels.triton_support import interpreting, num_processors
+from karui.kernels.triton_support import capability, interpreting, num_processors
+from karui.kernels.triton_support.codecs import decode_e2m1, decode_e4m3, encode_e4m3
 from karui.kernels.triton_support.offline import WIDE_LOADS, Case
 from karui.kernels.triton_support.products import dot
 from karui.kernels.triton_support.tuning import Config, config, launch
@@ -47,20 +51,37 @@ def _halves(packed):
 
 
 @triton.jit
-def _value(packed, PLACE: tl.constexpr, BITS: tl.constexpr, table_ptr, TABLE: tl.constexpr):
-    """fp32 table entries, or codes as fp32, of position PLACE in each byte."""
+def _value(packed, PLACE: tl.constexpr, BITS: tl.constexpr, table_ptr, FORM: tl.constexpr, HARD: tl.constexpr):
+    """fp32 of position PLACE in each byte: codes, table entries, E4M3 or E2M1 values. HARD: by the chip's own conversion."""
     code = (packed.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1)
-    if TABLE:
+    if FORM == 1:
         return tl.load(table_ptr + code)
+    if FORM == 2:
+        if HARD:
+            return packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return decode_e4m3(code)
+    if FORM == 3:
+        return decode_e2m1(code)
     return code.to(tl.float32)
 
 
 @triton.jit
-def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, bias_ptr, y_ptr, M, N, K, stride_x, num_groups, group, steps,
-          MIDDLE: tl.constexpr,
-          BITS: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr,
-          PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Steps of BK inputs, a step within one group; program (n, m, part)."""
+def _factor(scale_ptr, at, keep, divisor, FORM: tl.constexpr):
+    """fp32 scales; nvfp4's are E4M3 bytes over what their tensor was multiplied by."""
+    if FORM == 3:
+        return tl.div_rn(decode_e4m3(tl.load(scale_ptr + at, keep, 0).to(tl.int32)), divisor)
+    return tl.load(scale_ptr + at, keep, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a_ptr, b_ptr, y_ptr, low_ptr, M, N, K, R,
+          stride_x, num_groups, group, steps, scaling, MIDDLE: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr,
+          HARD: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, LORA: tl.constexpr,
+          PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+    """Steps of BK inputs, a step within one group (nvfp4: of several); program (n, m, part).
+
+    LORA: y += B low, low = scaling A x [R, M] of the same reading of x; A [R, K] and B [N, R] dense, low_ptr [parts, M, R].
+    """
     EACH: tl.constexpr = 8 // BITS
     WIDE: tl.constexpr = BK // EACH
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -69,37 +90,64 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, bias_ptr, y_ptr, M, N, K
     num_bytes = K // EACH
     j = tl.arange(0, WIDE)
     # unmasked reads of rows beyond N or M go to the last one, and are never stored
-    w_row = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * num_bytes + j[None, :]
+    row = tl.minimum(n, N - 1)
+    w_row = w_ptr + row.to(tl.int64)[:, None] * num_bytes + j[None, :]
     x_row = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[None, :] * stride_x + EACH * j[:, None]
-    scale_row = scale_ptr + tl.minimum(n, N - 1) * num_groups
     acc = tl.zeros([BN, BM], tl.float32)
-    MAGIC: tl.constexpr = BITS == 4 and not TABLE and x_ptr.dtype.element_ty == tl.bfloat16
+    r = tl.arange(0, BR)
+    a_row = a_ptr + r[:, None] * K + EACH * j[None, :]
+    low = tl.zeros([BR, BM], tl.float32)
+    MAGIC: tl.constexpr = BITS == 4 and FORM == 0 and x_ptr.dtype.element_ty == tl.bfloat16
     for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, BK))):
         inside = step * WIDE + j < num_bytes
         packed = tl.load(w_row + step * WIDE, inside[None, :], 0)
         product = tl.zeros([BN, BM], tl.float32)
         total = tl.zeros([BM], tl.float32)
         if MAGIC:
-            low, high = _halves(packed)
-            for place in tl.static_range(2):
-                x = tl.load(x_row + step * BK + place, inside[:, None], 0.0)
-                product = dot(high if (place == 0) == HIGH_FIRST else low, x, product)
+            first, second = _halves(packed)
+            if HIGH_FIRST:
+                first, second = second, first
+        if FORM == 3:
+            block = step * (BK // 16) + tl.arange(0, BK // 16)
+            byte = tl.load(scale_ptr + row[:, None] * num_groups + block[None, :], block[None, :] < num_groups, 0)
+            factor = decode_e4m3(byte.to(tl.int32))
+            factor = tl.broadcast_to(factor[:, :, None], [BN, BK // 16, 16 // EACH]).reshape([BN, WIDE])
+        for place in tl.static_range(EACH):
+            x = tl.load(x_row + step * BK + place, inside[:, None], 0.0)
+            if MAGIC:
+                value = first if place == 0 else second
+            else:
+                value = _value(packed, EACH - 1 - place if HIGH_FIRST else place, BITS, table_ptr, FORM, HARD)
+                if FORM == 3:
+                    value *= factor  # an E2M1 value times an E4M3 scale has 6 bits: exact in x's dtype
+                value = value.to(x.dtype)
+            product = dot(value, x, product)
+            if FORM == 0:
                 total += tl.sum(x.to(tl.float32), 0)
+            if LORA:
+                a = tl.load(a_row + step * BK + place, (r[:, None] < R) & inside[None, :], 0.0)
+                low = dot(a, x, low)
+        if FORM == 3:
+            acc += product
         else:
-            for place in tl.static_range(EACH):
-                x = tl.load(x_row + step * BK + place, inside[:, None], 0.0)
-                value = _value(packed, EACH - 1 - place if HIGH_FIRST else place, BITS, table_ptr, TABLE)
-                product = dot(value.to(x.dtype), x, product)
-                total += tl.sum(x.to(tl.float32), 0)
-        at = step * BK // group
-        scale = tl.load(scale_row + at).to(tl.float32)
-        if not TABLE:
-            shift = tl.zeros([BN], tl.float32) + (MIDDLE + (128 if MAGIC else 0))
-            if ZERO:
-                shift += tl.load(zero_ptr + tl.minimum(n, N - 1) * num_groups + at).to(tl.float32)
-            product -= shift[:, None] * total[None, :]
-        acc += product * scale[:, None]
+            at = step * BK // group
+            if FORM == 0:
+                shift = tl.zeros([BN], tl.float32) + (MIDDLE + (128 if MAGIC else 0))
+                if ZERO:
+                    shift += tl.load(zero_ptr + row * num_groups + at).to(tl.float32)
+                product -= shift[:, None] * total[None, :]
+            acc += product * tl.load(scale_ptr + row * num_groups + at).to(tl.float32)[:, None]
+    if FORM == 3:
+        acc = tl.div_rn(acc, tl.broadcast_to(tl.load(divisor_ptr + row)[:, None], [BN, BM]))
     keep = (n[:, None] < N) & (m[None, :] < M)
+    if LORA:
+        # parts of K are rounded one by one and added in fp32
+        rounded = (low * scaling).to(x_ptr.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            to = low_ptr + (part.to(tl.int64) * M + m[None, :]) * R + r[:, None]
+            tl.store(to, rounded, (r[:, None] < R) & (m[None, :] < M))
+        b = tl.load(b_ptr + row[:, None] * R + r[None, :], r[None, :] < R, 0.0)
+        acc = dot(b, rounded, acc)
     if PARTS:
         tl.store(y_ptr + (part.to(tl.int64) * M + m[None, :]) * N + n[:, None], acc, keep)
     else:
@@ -121,206 +169,326 @@ def _add_parts(part_ptr, bias_ptr, y_ptr, size, N, num_parts, BIAS: tl.constexpr
 
 
 @triton.jit
-def _dequantize(w_ptr, scale_ptr, zero_ptr, table_ptr, y_ptr, N, K, num_groups, group, MIDDLE: tl.constexpr, BITS: tl.constexpr,
-                HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr):  # fmt: skip
+def _dequantize(w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, y_ptr, N, K, num_groups, group, MIDDLE: tl.constexpr,
+                BITS: tl.constexpr, FORM: tl.constexpr, HARD: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr,
+                BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     EACH: tl.constexpr = 8 // BITS
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     j = tl.program_id(1) * (BK // EACH) + tl.arange(0, BK // EACH)
     keep = (n[:, None] < N) & (j[None, :] < K // EACH)
     packed = tl.load(w_ptr + n.to(tl.int64)[:, None] * (K // EACH) + j[None, :], keep, 0)
     at = n[:, None] * num_groups + j[None, :] * EACH // group
-    scale = tl.load(scale_ptr + at, keep, 0.0).to(tl.float32)
+    divisor = tl.full([BN, BK // EACH], 1.0, tl.float32)
+    if FORM == 3:
+        divisor *= tl.load(divisor_ptr + n, n < N, 1.0)[:, None]
+    scale = _factor(scale_ptr, at, keep, divisor, FORM)
     zero = tl.zeros([BN, BK // EACH], tl.float32) + MIDDLE
     if ZERO:
         zero = tl.load(zero_ptr + at, keep, 0).to(tl.float32)
     for place in tl.static_range(EACH):
-        value = _value(packed, EACH - 1 - place if HIGH_FIRST else place, BITS, table_ptr, TABLE)
-        if not TABLE:
+        value = _value(packed, EACH - 1 - place if HIGH_FIRST else place, BITS, table_ptr, FORM, HARD)
+        if FORM == 0:
             value -= zero
         to = y_ptr + n.to(tl.int64)[:, None] * K + j[None, :] * EACH + place
         tl.store(to, (value * scale).to(y_ptr.dtype.element_ty), keep)
 
 
 @triton.jit
-def _dgrad(dy_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, dx_ptr, M, N, K, stride_dy, num_groups, group, MIDDLE: tl.constexpr,
-           BITS: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, BM: tl.constexpr,
-           BN: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
-    """dx [M, K] = dy [M, N] W for one position in the byte: program (j tile, m tile, place); W rounded to dy's dtype first."""
+def _dgrad(dy_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, a_ptr, b_ptr, dx_ptr, low_ptr, M, N, K, R, stride_dy,
+           num_groups, group, scaling, MIDDLE: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, HARD: tl.constexpr,
+           HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, LORA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+           BJ: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+    """dx [M, K] = dy [M, N] W for one position in the byte: program (j tile, m tile, place); W rounded to dy's dtype first.
+
+    LORA: dx += low A, low [M, R] = scaling dy B; A [R, K] and B [N, R] dense.
+    """
     EACH: tl.constexpr = 8 // BITS
     j = tl.program_id(0) * BJ + tl.arange(0, BJ)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     place = tl.program_id(2)
-    shift = (EACH - 1 - place if HIGH_FIRST else place) * BITS
+    slot = EACH - 1 - place if HIGH_FIRST else place
     acc = tl.zeros([BM, BJ], tl.float32)
+    r = tl.arange(0, BR)
+    low = tl.zeros([BM, BR], tl.float32)
     for first in range(0, N, BN):
         n = first + tl.arange(0, BN)
         dy = tl.load(dy_ptr + m.to(tl.int64)[:, None] * stride_dy + n[None, :], (m[:, None] < M) & (n[None, :] < N), 0.0)
         keep = (n[:, None] < N) & (j[None, :] < K // EACH)
         packed = tl.load(w_ptr + n.to(tl.int64)[:, None] * (K // EACH) + j[None, :], keep, 0)
         at = n[:, None] * num_groups + j[None, :] * EACH // group
-        scale = tl.load(scale_ptr + at, keep, 0.0).to(tl.float32)
-        code = (packed.to(tl.int32) >> shift) & ((1 << BITS) - 1)
-        if TABLE:
-            value = tl.load(table_ptr + code)
-        elif ZERO:
-            value = code.to(tl.float32) - tl.load(zero_ptr + at, keep, 0).to(tl.float32)
-        else:
-            value = code.to(tl.float32) - MIDDLE
-        acc = dot(dy, (value * scale).to(dy.dtype), acc)
+        divisor = tl.full([BN, BJ], 1.0, tl.float32)
+        if FORM == 3:
+            divisor *= tl.load(divisor_ptr + n, n < N, 1.0)[:, None]
+        value = _value(packed, slot, BITS, table_ptr, FORM, HARD)
+        if FORM == 0:
+            if ZERO:
+                value -= tl.load(zero_ptr + at, keep, 0).to(tl.float32)
+            else:
+                value -= MIDDLE
+        value *= _factor(scale_ptr, at, keep, divisor, FORM)
+        acc = dot(dy, value.to(dy.dtype), acc)
+        if LORA:
+            b = tl.load(b_ptr + n[:, None] * R + r[None, :], (n[:, None] < N) & (r[None, :] < R), 0.0)
+            low = dot(dy, b, low)
+    if LORA:
+        rounded = (low * scaling).to(dx_ptr.dtype.element_ty)
+        if (tl.program_id(0) == 0) & (place == 0):
+            tl.store(low_ptr + m.to(tl.int64)[:, None] * R + r[None, :], rounded, (m[:, None] < M) & (r[None, :] < R))
+        a = tl.load(a_ptr + r[:, None] * K + j[None, :] * EACH + place, (r[:, None] < R) & (j[None, :] < K // EACH), 0.0)
+        acc = dot(rounded, a, acc)
     to = dx_ptr + m.to(tl.int64)[:, None] * K + j[None, :] * EACH + place
     tl.store(to, acc.to(dx_ptr.dtype.element_ty), (m[:, None] < M) & (j[None, :] < K // EACH))
 
 
 @triton.jit
-def _int8_rows(x_ptr, codes_ptr, scale_ptr, stride_x, K, BLOCK: tl.constexpr):
+def _code_rows(x_ptr, codes_ptr, scale_ptr, stride_x, K, FLOAT8: tl.constexpr, BLOCK: tl.constexpr):
+    """A row as int8 (scale absmax / 127) or as E4M3 bytes (absmax / 448)."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + k, k < K, 0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x)), 1e-12), 127.0)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x)), 1e-12), 448.0 if FLOAT8 else 127.0)
     steps = tl.div_rn(x, scale)
-    # adding 1.5 * 2^23 leaves the nearest whole number, ties to even
-    whole = (steps + 12582912.0) - 12582912.0
-    tl.store(codes_ptr + row * K + k, whole.to(tl.int8), k < K)
+    if FLOAT8:
+        codes = encode_e4m3(steps).to(tl.uint8)
+    else:
+        # adding 1.5 * 2^23 leaves the nearest whole number, ties to even
+        codes = ((steps + 12582912.0) - 12582912.0).to(tl.int8)
+    tl.store(codes_ptr + row * K + k, codes, k < K)
     tl.store(scale_ptr + row, scale)
 
 
 @triton.jit
-def _gemm_int8(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, M, N, K, MIDDLE: tl.constexpr, BITS: tl.constexpr,
-               BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, M, N, K, steps, MIDDLE: tl.constexpr,
+                BITS: tl.constexpr, FLOAT8: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
+                BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """Codes times codes, scales at the end: int8 or ternary in int32, E4M3 in fp32; program (n, m, part of K)."""
     EACH: tl.constexpr = 8 // BITS
     WIDE: tl.constexpr = BK // EACH
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
+    part = tl.program_id(2)
     j = tl.arange(0, WIDE)
     w_row = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * (K // EACH) + j[None, :]
     x_row = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[None, :] * K + EACH * j[:, None]
-    acc = tl.zeros([BN, BM], tl.int32)
-    for step in range(tl.cdiv(K, BK)):
+    acc = tl.zeros([BN, BM], tl.float32 if FLOAT8 else tl.int32)
+    for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, BK))):
         inside = step * WIDE + j < K // EACH
-        packed = tl.load(w_row + step * WIDE, inside[None, :], 0).to(tl.int32)
-        for place in tl.static_range(EACH):
-            x = tl.load(x_row + step * BK + place, inside[:, None], 0)
-            code = ((packed >> (place * BITS)) & ((1 << BITS) - 1)) - MIDDLE
-            acc = tl.dot(code.to(tl.int8), x, acc, out_dtype=tl.int32)
+        packed = tl.load(w_row + step * WIDE, inside[None, :], 0)
+        if FLOAT8:
+            x = tl.load(x_row + step * BK, inside[:, None], 0).to(tl.float8e4nv, bitcast=True)
+            acc = tl.dot(packed.to(tl.float8e4nv, bitcast=True), x, acc)
+        else:
+            for place in tl.static_range(EACH):
+                x = tl.load(x_row + step * BK + place, inside[:, None], 0)
+                code = ((packed.to(tl.int32) >> (place * BITS)) & ((1 << BITS) - 1)) - MIDDLE
+                acc = tl.dot(code.to(tl.int8), x, acc, out_dtype=tl.int32)
     y = acc.to(tl.float32) * tl.load(x_scale_ptr + m, m < M, 0.0)[None, :]
     y *= tl.load(w_scale_ptr + n, n < N, 0.0).to(tl.float32)[:, None]
-    if BIAS:
-        y += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[:, None]
-    tl.store(y_ptr + m.to(tl.int64)[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), (n[:, None] < N) & (m[None, :] < M))
+    keep = (n[:, None] < N) & (m[None, :] < M)
+    if PARTS:
+        tl.store(y_ptr + (part.to(tl.int64) * M + m[None, :]) * N + n[:, None], y, keep)
+    else:
+        if BIAS:
+            y += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[:, None]
+        tl.store(y_ptr + m.to(tl.int64)[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), keep)
+
+
+_FORMS = {"int": 0, "table": 1, "e4m3": 2, "nvfp4": 3}
+
+
+def _parts_of(w: PackedWeight) -> dict[str, Any]:
+    """What every kernel over `w` is given, by argument."""
+    scale = w.scale.view(torch.uint8) if w.form == "nvfp4" else w.scale
+    hard = w.data.is_cuda and capability(w.data.device) >= 89
+    return {"w_ptr": w.data, "scale_ptr": scale, "zero_ptr": w.data if w.zero is None else w.zero,
+            "table_ptr": scale if w.table is None else w.table, "divisor_ptr": scale if w.divisor is None else w.divisor,
+            "N": w.shape[0], "K": w.shape[1], "num_groups": scale.shape[1], "group": w.group, "MIDDLE": w.middle, "BITS": w.bits,
+            "FORM": _FORMS[w.form], "HARD": hard, "HIGH_FIRST": w.high_first, "ZERO": w.zero is not None}  # fmt: skip
 
 
 def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """y [M, N] of x [M, K]."""
+    return _product(x, w, bias, None)[0]
+
+
+def gemm_lora(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
+              scaling: float) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(x W^T + bias + low B^T [M, N], low = scaling x A^T [M, R]) of A [R, K] and B [N, R], in x's dtype."""
+    y, low = _product(x, w, bias, (a, b, scaling))
+    assert low is not None
+    return y, low
+
+
+def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None,
+             lora: tuple[torch.Tensor, torch.Tensor, float] | None) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     (m, k), n = x.shape, w.shape[0]
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    a, b, scaling = (x, x, 0.0) if lora is None else (lora[0].contiguous(), lora[1].contiguous(), lora[2])
+    rank = 0 if lora is None else a.shape[0]
     if not m:
-        return y
-    step = min(w.group, 128) if w.group < k else 128
+        return y, None if lora is None else x.new_empty(0, rank)
+    step = 128 if w.form == "nvfp4" or w.group == k else min(w.group, 128)
     bm = min(max(16, triton.next_power_of_2(m)), 64)
     candidates = [config(4, 4, BM=bm, BN=64), config(4, 5, BM=bm, BN=32), config(8, 4, BM=bm, BN=128)]
     processors = num_processors(x.device)
+    lows: list[torch.Tensor] = []
 
     def run(c: Config) -> None:
         tiles = triton.cdiv(n, c["BN"]) * triton.cdiv(m, bm)
         num_steps = triton.cdiv(k, step)
-        # about four programs per multiprocessor hide each other's waits; below four steps a part is mostly start and end
-        parts = max(1, min(4 * processors // tiles, num_steps // 4))
-        steps = triton.cdiv(num_steps, parts)
-        parts = triton.cdiv(num_steps, steps)
+        parts, steps = _split(tiles, num_steps, processors)
         out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device) if parts > 1 else y
+        lows[:] = [x.new_empty(parts, m, rank)] if rank else [y]
         _gemm[(triton.cdiv(n, c["BN"]), triton.cdiv(m, bm), parts)](
-            x, w.data, w.scale, w.data if w.zero is None else w.zero, w.scale if w.table is None else w.table,
-            x if bias is None else bias, out, m, n, k, x.stride(0), w.scale.shape[1], w.group, steps, MIDDLE=w.middle,
-            BITS=w.bits,
-            HIGH_FIRST=w.high_first, ZERO=w.zero is not None, TABLE=w.table is not None, BIAS=bias is not None, PARTS=parts > 1,
-            BK=step, **c())  # fmt: skip
+            x_ptr=x, **_parts_of(w), bias_ptr=x if bias is None else bias, a_ptr=a, b_ptr=b, y_ptr=out, low_ptr=lows[0], M=m,
+            R=rank, stride_x=x.stride(0), steps=steps, scaling=scaling, BIAS=bias is not None, LORA=rank > 0, PARTS=parts > 1,
+            BK=step, BR=max(16, triton.next_power_of_2(rank)), **c())  # fmt: skip
         if parts > 1:
-            _add_parts[(triton.cdiv(m * n, 1024),)](out, x if bias is None else bias, y, m * n, n, parts, BIAS=bias is not None,
-                                                    BLOCK=1024)  # fmt: skip
+            _add(out, bias, y)
 
-    launch(("gemm_weight", w.bits, w.table is not None, w.group, bm, n, k, x.dtype), candidates, run, x.device)
-    return y
+    launch(("gemm_weight", w.bits, w.form, w.group, bm, n, k, rank, x.dtype), candidates, run, x.device)
+    if not rank:
+        return y, None
+    return y, lows[0][0] if lows[0].shape[0] == 1 else lows[0].sum(0)
+
+
+def _split(tiles: int, num_steps: int, processors: int) -> tuple[int, int]:
+    """(parts of K, steps of each): about four programs per multiprocessor hide each other's waits; a part has four steps or more,
+    else it is mostly start and end."""
+    parts = max(1, min(4 * processors // tiles, num_steps // 4))
+    steps = triton.cdiv(num_steps, parts)
+    return triton.cdiv(num_steps, steps), steps
+
+
+def _add(parts: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    """y [M, N] = the sum of fp32 parts [P, M, N], plus bias."""
+    num_parts, m, n = parts.shape
+    _add_parts[(triton.cdiv(m * n, 1024),)](parts, parts if bias is None else bias, y, m * n, n, num_parts,
+                                            BIAS=bias is not None, BLOCK=1024)  # fmt: skip
 
 
 def dequantize(w: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """W [N, K] in `dtype`."""
     y = torch.empty(w.shape, dtype=dtype, device=w.data.device)
     n, k = w.shape
-    _dequantize[(triton.cdiv(n, 16), triton.cdiv(k, 512))](
-        w.data, w.scale, w.data if w.zero is None else w.zero, w.scale if w.table is None else w.table, y, n, k, w.scale.shape[1],
-        w.group, MIDDLE=w.middle, BITS=w.bits, HIGH_FIRST=w.high_first, ZERO=w.zero is not None, TABLE=w.table is not None, BN=16,
-        BK=512)  # fmt: skip
+    _dequantize[(triton.cdiv(n, 16), triton.cdiv(k, 512))](y_ptr=y, **_parts_of(w), BN=16, BK=512)
     return y
 
 
 def dgrad(dy: torch.Tensor, w: PackedWeight) -> torch.Tensor:
     """dx [M, K] of dy [M, N]."""
+    return _pulled(dy, w, None)[0]
+
+
+def dgrad_lora(dy: torch.Tensor, w: PackedWeight, a: torch.Tensor, b: torch.Tensor,
+               scaling: float) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dy W + low A [M, K], low = scaling dy B [M, R]) of A [R, K] and B [N, R], in dy's dtype."""
+    return _pulled(dy, w, (a, b, scaling))
+
+
+def _pulled(dy: torch.Tensor, w: PackedWeight,
+            lora: tuple[torch.Tensor, torch.Tensor, float] | None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    m, (n, k) = dy.shape[0], w.shape
-    dx = torch.empty(m, k, dtype=dy.dtype, device=dy.device)
+    m, k = dy.shape[0], w.shape[1]
+    a, b, scaling = (dy, dy, 0.0) if lora is None else (lora[0].contiguous(), lora[1].contiguous(), lora[2])
+    rank = 0 if lora is None else a.shape[0]
+    dx, low = dy.new_empty(m, k), dy.new_empty(m, rank)
     if not m:
-        return dx
+        return dx, low
     each = 8 // w.bits
     bm = min(max(16, triton.next_power_of_2(m)), 64)
     _dgrad[(triton.cdiv(k // each, 64), triton.cdiv(m, bm), each)](
-        dy, w.data, w.scale, w.data if w.zero is None else w.zero, w.scale if w.table is None else w.table, dx, m, n, k,
-        dy.stride(0), w.scale.shape[1], w.group, MIDDLE=w.middle, BITS=w.bits, HIGH_FIRST=w.high_first, ZERO=w.zero is not None,
-        TABLE=w.table is not None, BM=bm, BN=32, BJ=64, num_warps=4)  # fmt: skip
-    return dx
+        dy_ptr=dy, **_parts_of(w), a_ptr=a, b_ptr=b, dx_ptr=dx, low_ptr=low if rank else dx, M=m, R=rank, stride_dy=dy.stride(0),
+        scaling=scaling, LORA=rank > 0, BM=bm, BN=32, BJ=64, BR=max(16, triton.next_power_of_2(rank)), num_warps=4)  # fmt: skip
+    return dx, low
 
 
 def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """y [M, N] of x [M, K] rounded to int8 per row."""
+    return _coded(x, w, bias, float8=False)
+
+
+def gemm_float8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """y [M, N] of x [M, K] rounded to E4M3 per row."""
+    return _coded(x, w, bias, float8=True)
+
+
+def _coded(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, float8: bool) -> torch.Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     (m, k), n = x.shape, w.shape[0]
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if not m:
         return y
-    codes = torch.empty(m, k, dtype=torch.int8, device=x.device)
+    codes = torch.empty(m, k, dtype=torch.uint8 if float8 else torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    _int8_rows[(m,)](x, codes, scale, x.stride(0), k, BLOCK=triton.next_power_of_2(k), num_warps=8 if k > 2048 else 4)
+    _code_rows[(m,)](x, codes, scale, x.stride(0), k, FLOAT8=float8, BLOCK=triton.next_power_of_2(k),
+                     num_warps=8 if k > 2048 else 4)  # fmt: skip
     bm = min(max(16, triton.next_power_of_2(m)), 64)
-    _gemm_int8[(triton.cdiv(n, 64), triton.cdiv(m, bm))](
-        codes, w.data, scale, w.scale, x if bias is None else bias, y, m, n, k, MIDDLE=w.middle, BITS=w.bits,
-        BIAS=bias is not None, BM=bm, BN=64, BK=128, num_warps=4, num_stages=4)  # fmt: skip
+    processors = num_processors(x.device)
+
+    def run(c: Config) -> None:
+        grid = triton.cdiv(n, c["BN"]), triton.cdiv(m, bm)
+        parts, steps = _split(grid[0] * grid[1], triton.cdiv(k, 128), processors)
+        out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device) if parts > 1 else y
+        _gemm_codes[(*grid, parts)](codes, w.data, scale, w.scale, x if bias is None else bias, out, m, n, k, steps,
+                                    MIDDLE=w.middle, BITS=w.bits, FLOAT8=float8, BIAS=bias is not None, PARTS=parts > 1, BK=128,
+                                    **c())  # fmt: skip
+        if parts > 1:
+            _add(out, bias, y)
+
+    candidates = [config(4, 4, BM=bm, BN=64), config(4, 4, BM=bm, BN=128)]
+    launch(("gemm_codes", float8, w.bits, bm, n, k, x.dtype), candidates, run, x.device)
     return y
 
 
 def offline_cases() -> list[Case]:
-    types = {"x_ptr": "*bf16", "w_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*u8", "table_ptr": "*fp32", "bias_ptr": "*bf16",
-             "y_ptr": "*fp32", "M": "i32", "N": "i32", "K": "i32", "stride_x": "i32", "num_groups": "i32", "group": "i32",
-             "steps": "i32"}  # fmt: skip
-    bf16 = {80: r"mma\.sync[.a-z0-9]*bf16", 90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*bf16",
-            100: r"(tcgen05\.mma|mma\.sync)", 120: r"mma\.sync[.a-z0-9]*bf16"}  # fmt: skip
-    odd = ("M", "steps", "num_groups")
+    pointers = {"x_ptr": "*bf16", "w_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*u8", "table_ptr": "*fp32",
+                "divisor_ptr": "*fp32", "bias_ptr": "*bf16", "a_ptr": "*bf16", "b_ptr": "*bf16", "y_ptr": "*fp32",
+                "low_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "scaling": "fp32"}  # fmt: skip
+    every = pointers | {n: "i32" for n in ("M", "N", "K", "R", "stride_x", "stride_dy", "num_groups", "group", "steps")}
+
+    def types(kernel: Any, **changed: str) -> dict[str, str]:
+        return {k: (every | changed)[k] for k in kernel.arg_names if k in every}
+
+    mma = r"mma\.sync[.a-z0-9]*bf16"
+    bf16 = {80: mma, 90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*bf16", 100: r"(tcgen05\.mma|mma\.sync)", 120: mma}
+    lop3 = {cc: r"lop3\.b32[^;]*43004300|lop3\.b32[^;]*1124089600" for cc in bf16}
+    # the chip's own conversion where it has one, integers before
+    e4m3 = bf16 | {cc: r"cvt\.rn\.f16x2\.e4m3x2" for cc in (90, 100, 120)}
+    odd = ("M", "steps", "num_groups", "R")
     cases = []
-    for name, bits, table, zero, bk, expects in [
-        ("int4 g128", 4, False, False, 128, {cc: r"lop3\.b32[^;]*43004300|lop3\.b32[^;]*1124089600" for cc in bf16}),
-        ("int4 affine g32", 4, False, True, 32, bf16), ("nf4 g64", 4, True, False, 64, bf16), ("ternary", 2, False, False,
-                                                                                               128, bf16),
-        ("int8", 8, False, False, 128, bf16),
+    for name, bits, form, zero, bk, lora, expects in [
+        ("int4 g128", 4, 0, False, 128, 0, lop3), ("int4 affine g32", 4, 0, True, 32, 0, bf16),
+        ("nf4 g64", 4, 1, False, 64, 0, bf16), ("ternary", 2, 0, False, 128, 0, bf16), ("int8", 8, 0, False, 128, 0, bf16),
+        ("fp8", 8, 2, False, 128, 0, e4m3), ("nvfp4", 4, 3, False, 128, 0, bf16),
+        ("nf4 lora", 4, 1, False, 64, 16, bf16), ("int4 lora", 4, 0, False, 64, 64, lop3),
     ]:  # fmt: skip
-        constants = {"MIDDLE": 0 if zero or table else 2 ** (bits - 1), "BITS": bits, "HIGH_FIRST": table, "ZERO": zero,
-                     "TABLE": table, "BIAS": False, "PARTS": True, "BM": 16, "BN": 64, "BK": bk}  # fmt: skip
-        cases.append(Case(f"gemm_weight {name}", _gemm, types, constants, expects, 4, 4, odd,
-                          (90,) if bits == 4 and bk > 32 else ()))
-    back = {"dy_ptr": "*bf16", **{k: types[k] for k in ("w_ptr", "scale_ptr", "zero_ptr", "table_ptr", "M", "N", "K",
-                                                        "num_groups",
-            "group")}, "dx_ptr": "*bf16", "stride_dy": "i32"}  # fmt: skip
-    constants = {"MIDDLE": 0, "BITS": 4, "HIGH_FIRST": True, "ZERO": False, "TABLE": True, "BM": 64, "BN": 32, "BJ": 64}
-    cases.append(Case("gemm_weight dgrad nf4", _dgrad, back, constants, bf16, 4, 3, odd, (90,)))
-    out = {k: types[k] for k in ("w_ptr", "scale_ptr", "zero_ptr", "table_ptr", "N", "K", "num_groups",
-                                 "group")} | {"y_ptr": "*bf16"}
-    constants = {"MIDDLE": 0, "BITS": 4, "HIGH_FIRST": True, "ZERO": False, "TABLE": True, "BN": 16, "BK": 512}
-    cases.append(Case("gemm_weight dequantize nf4", _dequantize, out, constants,
-                      WIDE_LOADS | {cc: r"ld\.global" for cc in WIDE_LOADS}, odd=odd, quick=()))  # fmt: skip
+        signature = types(_gemm, **({"scale_ptr": "*u8"} if form == 3 else {}))
+        for cc, pattern in expects.items():
+            constants = {"MIDDLE": 2 ** (bits - 1) if form == 0 and not zero else 0, "BITS": bits, "FORM": form, "HARD": cc >= 89,
+                         "HIGH_FIRST": form == 1, "ZERO": zero, "BIAS": False, "LORA": lora > 0, "PARTS": lora == 0,
+                         "BM": 64 if lora else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
+            quick = (90,) if name in ("int4 g128", "fp8", "nvfp4", "nf4 lora") else ()
+            cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4, 4, odd, quick))
+    shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
+    for lora in (0, 16):
+        constants = shared | {"LORA": lora > 0, "BM": 64, "BN": 32, "BJ": 64, "BR": 16}
+        cases.append(Case(f"gemm_weight dgrad nf4{' lora' if lora else ''}", _dgrad, types(_dgrad), constants, bf16, 4, 3, odd,
+                          () if lora else (90,)))  # fmt: skip
+    cases.append(Case("gemm_weight dequantize nf4", _dequantize, types(_dequantize, y_ptr="*bf16"),
+                      shared | {"BN": 16, "BK": 512}, {cc: r"ld\.global" for cc in WIDE_LOADS}, odd=odd, quick=()))  # fmt: skip
     whole = {"x_ptr": "*i8", "w_ptr": "*u8", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16",
-             "y_ptr": "*bf16", "M": "i32", "N": "i32", "K": "i32"}  # fmt: skip
-    for bits in (8, 2):
-        constants = {"MIDDLE": 128 if bits == 8 else 1, "BITS": bits, "BIAS": False, "BM": 16, "BN": 64, "BK": 128}
-        expects = {80: r"mma\.sync[.a-z0-9]*s8", 90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*s8", 120: r"mma\.sync[.a-z0-9]*s8"}
-        cases.append(Case(f"gemm_int8 {bits} bit", _gemm_int8, whole, constants, expects, 4, 4, ("M",),
-                          (90,) if bits == 8 else ()))
+             "y_ptr": "*bf16", "M": "i32", "N": "i32", "K": "i32", "steps": "i32"}  # fmt: skip
+    for bits, float8 in ((8, False), (2, False), (8, True)):
+        kind, at_90, ccs = ("e4m3", r"(wgmma\.mma_async|mma\.sync)", (89, 90, 100, 120)) if float8 else (
+            "s8", r"(wgmma\.mma_async|mma\.sync)", (80, 90, 120))
+        patterns = {cc: (at_90 if cc == 90 else r"mma\.sync") + rf"[.a-z0-9]*{kind}" for cc in ccs}
+        if float8:
+            patterns[100] = r"tcgen05\.mma|mma\.sync[.a-z0-9]*e4m3"
+        constants = {"MIDDLE": 0 if float8 else 128 if bits == 8 else 1, "BITS": bits, "FLOAT8": float8, "BIAS": False,
+                     "PARTS": False, "BM": 16, "BN": 64, "BK": 128}  # fmt: skip
+        cases.append(Case(f"gemm_{'float8' if float8 else 'int8'} {bits} bit", _gemm_codes,
+                          whole | ({"x_ptr": "*u8"} if float8 else {}), constants, patterns, 4, 4, ("M", "steps"),
+                          (90,) if bits == 8 else ()))  # fmt: skip
     return cases

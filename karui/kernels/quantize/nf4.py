@@ -56,8 +56,7 @@ def encode(rows: torch.Tensor, spec: QuantSpec) -> dict[str, Any]:
 
 def decode(q: QTensor) -> torch.Tensor:
     """[R, in] fp32 values."""
-    table = torch.tensor(CODEBOOK, device=q.codes.device)
-    x = grouped(table[q.codes.reshape(-1, q.shape[-1]).int()], q.spec)
+    x = grouped(codebook(q.codes.device)[q.codes.reshape(-1, q.shape[-1]).int()], q.spec)
     return (x * block_absmax(q).unsqueeze(-1)).reshape(-1, q.shape[-1])
 
 
@@ -67,7 +66,18 @@ def block_absmax(q: QTensor) -> torch.Tensor:
         return q.scale.float()
     assert q.extra is not None
     block = q.extra["absmax_scale"].repeat_interleave(ABSMAX_BLOCK)[: q.scale.numel()].view_as(q.scale)
-    return dynamic_map().to(q.scale.device)[q.scale.int()] * block + q.extra["absmax_mean"]
+    return _dynamic_map_on(q.scale.device)[q.scale.int()] * block + q.extra["absmax_mean"]
+
+
+@cache
+def codebook(device: torch.device) -> torch.Tensor:
+    """`CODEBOOK` fp32 [16] on a device, copied there once: a copy makes the host wait."""
+    return torch.tensor(CODEBOOK, device=device)
+
+
+@cache
+def _dynamic_map_on(device: torch.device) -> torch.Tensor:
+    return dynamic_map().to(device)
 
 
 def nearest_entry(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

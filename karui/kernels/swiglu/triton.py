@@ -25,39 +25,55 @@ def _forward(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, size, BLOCK: tl.constexpr):
+def _backward(gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, out_ptr, size, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(gate_ptr + at, inside, 0.0).to(tl.float32)
     up = tl.load(up_ptr + at, inside, 0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, inside, 0.0).to(tl.float32)
     s = tl.sigmoid(gate)
+    if AGAIN:
+        tl.store(out_ptr + at, ((gate * s).to(out_ptr.dtype.element_ty).to(tl.float32) * up).to(out_ptr.dtype.element_ty), inside)
     tl.store(dup_ptr + at, (dy * gate * s).to(dup_ptr.dtype.element_ty), inside)
     tl.store(dgate_ptr + at, (dy * up * s * (1.0 + gate * (1.0 - s))).to(dgate_ptr.dtype.element_ty), inside)
+
+
+def product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    if out.numel():
+        _forward[(triton.cdiv(out.numel(), _BLOCK),)](gate, up, out, out.numel(), BLOCK=_BLOCK)
+    return out
+
+
+def gradients(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, again: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dgate, dup, and with `again` the product, as the forward pass rounded it)."""
+    dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    out = torch.empty_like(gate) if again else None
+    if gate.numel():
+        _backward[(triton.cdiv(gate.numel(), _BLOCK),)](gate, up, dy, dgate, dup, dgate if out is None else out, gate.numel(),
+                                                        AGAIN=again, BLOCK=_BLOCK)  # fmt: skip
+    return dgate, dup, out
 
 
 class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        out = torch.empty_like(gate)
-        if out.numel():
-            _forward[(triton.cdiv(out.numel(), _BLOCK),)](gate, up, out, out.numel(), BLOCK=_BLOCK)
         ctx.save_for_backward(gate, up)
-        return out
+        return product(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        if gate.numel():
-            dy, grid = grads[0].contiguous(), (triton.cdiv(gate.numel(), _BLOCK),)
-            _backward[grid](gate, up, dy, dgate, dup, gate.numel(), BLOCK=_BLOCK)
-        return dgate, dup
+        return gradients(grads[0], gate, up, again=False)[:2]
 
 
 def offline_cases() -> list[Case]:
     one = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "out_ptr": "*bf16", "size": "i32"}
-    two = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "dy_ptr": "*bf16", "dgate_ptr": "*bf16", "dup_ptr": "*bf16", "size": "i32"}
+    two = {**one, "dy_ptr": "*bf16", "dgate_ptr": "*bf16", "dup_ptr": "*bf16"}
     return [Case("swiglu forward", _forward, one, {"BLOCK": _BLOCK}, WIDE_LOADS),
-            Case("swiglu backward", _backward, two, {"BLOCK": _BLOCK}, WIDE_LOADS, quick=())]  # fmt: skip
+            Case("swiglu backward", _backward, two, {"AGAIN": True, "BLOCK": _BLOCK}, WIDE_LOADS, quick=())]  # fmt: skip

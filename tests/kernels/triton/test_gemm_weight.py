@@ -1,7 +1,9 @@
 """Reference: packed-weight products against float64 over the dequantized weight, on odd shapes and every grid.
 
-No fp8 and no float conversion of codes is involved: 4-bit codes become bf16 by their bits in the interpreter as on hardware (there in
-two instructions of inline assembly, which the interpreter cannot run: the compile test looks for them, a GPU runs this same test).
+No float conversion of codes is involved: 4-bit codes become bf16 by their bits in the interpreter as on hardware (there in two
+instructions of inline assembly, which the interpreter cannot run: the compile test looks for them, a GPU runs this same test). E4M3 codes,
+and the E4M3 scales of NVFP4, are made and read by integers (`codecs`): the interpreter's fp32 -> fp8 drops carries, and its `dot_scaled`
+would read NVFP4's scales as powers of two. The products of `gemm_float8` are the interpreter's own; fp8 -> fp32, which they rest on, is right.
 """
 
 from dataclasses import replace
@@ -11,10 +13,18 @@ import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
-from karui.kernels.gemm_weight import dequantize_weight, gemm_int8, gemm_weight, gemm_weight_dgrad, pack_weight, reference
+from karui.kernels.gemm_weight import (
+    dequantize_weight,
+    gemm_float8,
+    gemm_int8,
+    gemm_weight,
+    gemm_weight_dgrad,
+    pack_weight,
+    reference,
+)
 from karui.kernels.quantize import quantize
 
-SPECS = ["w4g32", "w4g128", "w4g64a", "w8g64", "w2g32a", "nf4", "mxfp4", "w1.58", "w8"]
+SPECS = ["w4g32", "w4g128", "w4g64a", "w8g64", "w2g32a", "nf4", "mxfp4", "w1.58", "w8", "fp8", "fp8t", "mxfp8", "nvfp4"]
 # the interpreter cuts fp32 -> bf16 off where hardware rounds: twice the error
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -32,7 +42,7 @@ def close(got, want, dtype):
 @pytest.mark.parametrize(("m", "n", "steps"), [(1, 70, 2), (5, 33, 9), (70, 16, 1)])  # 9 steps along K are split into parts
 @pytest.mark.parametrize("spec", SPECS)
 def test_forward(spec, m, n, steps, device, rng):
-    k = steps * (32 if "g32" in spec or spec == "mxfp4" else 64 if "g64" in spec or spec == "nf4" else 128)
+    k = steps * (32 if "g32" in spec or spec.startswith("mxfp") else 112 if spec == "nvfp4" else 64 if "g64" in spec or spec == "nf4" else 128)
     q, w = weight(spec, n, k, device, rng)
     for dtype in (torch.bfloat16, torch.float32) if spec == "w4g32" else (torch.bfloat16,):
         x = torch.randn(m, k, generator=rng, device=device).to(dtype)
@@ -82,13 +92,39 @@ def test_int8(spec, m, n, k, device, rng):
     close(gemm_int8(x, w, bias, "triton"), want, torch.float32)
 
 
+@pytest.mark.parametrize(("spec", "m", "n", "k"), [("fp8", 1, 70, 1300), ("fp8t", 20, 17, 96)])
+def test_float8(spec, m, n, k, device, rng):
+    q, w = weight(spec, n, k, device, rng)
+    x, bias = torch.randn(m, k, generator=rng, device=device), torch.randn(n, generator=rng, device=device)
+    got, want = gemm_float8(x, w, bias, "triton"), gemm_float8(x, w, bias, "torch")
+    # hardware sums FP8 products in fewer bits than fp32; the interpreter does not
+    close(got, want.double(), torch.float32 if device.type == "cpu" else torch.float16)
+    whole = x.double() @ q.dequantize().double().t() + bias
+    assert 0 < (got.double() - whole).abs().max() < 0.1 * whole.abs().max()  # x is rounded to E4M3
+
+
+def test_parts_with_scales_of_their_own_are_one_weight(device, rng):
+    """q, k and v of an NVFP4 layer: three tensors' scales in one product."""
+    from karui.inference.models.gpu import _concatenated
+
+    made = [weight("nvfp4", n, 96, device, rng) for n in (9, 4)]
+    assert float(made[0][1].divisor[0]) != float(made[1][1].divisor[0])
+    whole = torch.cat([q.dequantize() for q, _ in made])
+    joined = _concatenated([w for _, w in made])
+    assert torch.equal(dequantize_weight(joined, torch.float32, "triton"), whole)
+    x = torch.randn(3, 96, generator=rng, device=device)
+    close(gemm_weight(x, joined, backend="triton"), x.double() @ whole.double().t(), torch.float32)
+
+
 def test_refusals(device, rng):
-    with pytest.raises(UnsupportedError, match="no packed kernel"):
-        weight("nvfp4", 4, 32, device, rng)
+    with pytest.raises(UnsupportedError, match="no packed kernel for w3g32"):
+        weight("w3g32", 4, 32, device, rng)
     with pytest.raises(UnsupportedError, match="groups of 16"):
         weight("w4g16", 4, 32, device, rng)
     _, w = weight("w4g32", 4, 32, device, rng)
     with pytest.raises(KaruiError, match="last dimension of 32"):
         gemm_weight(torch.ones(3, 8, device=device), w)
+    with pytest.raises(UnsupportedError, match="takes E4M3 weights"):
+        gemm_float8(torch.ones(3, 32, device=device), w)
     with pytest.raises(UnsupportedError, match="use gemm_weight"):
         gemm_int8(torch.ones(3, 32, device=device), w)
