@@ -31,11 +31,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA / "gsm8k_train.jsonl", help="GSM8K rows with question and answer")
     parser.add_argument("--steps", type=int, help="optimizer steps (default 12, quick 4)")
     parser.add_argument("--micro-tokens", type=int, default=1024, help="karui's tokens in one forward pass")
+    parser.add_argument("--matmul", default="fp32", choices=("fp32", "bf16-backward", "bf16"), help="karui's `run.matmul`")
     parser.add_argument("--worker", type=Path, help="internal: train in this folder and write result.json")
     args = parser.parse_args()
     steps = args.steps or (4 if args.quick else 12)
     if args.worker:
-        worker(args.worker, steps, args.micro_tokens)
+        worker(args.worker, steps, args.micro_tokens, args.matmul)
         return
     if not args.data.is_file():
         sys.exit(f"{args.data} is missing; give GSM8K's training rows with --data.")
@@ -55,7 +56,8 @@ def main() -> None:
                 run([str(python), str(HERE / "peers" / "trl_sft_speed.py"), str(model), str(folder / "rows.json"), str(out),
                      "--steps", str(steps), "--batch", str(BATCH), *flags])
                 peers[name] = json.loads((out / "result.json").read_text())
-        run([sys.executable, __file__, "--worker", str(folder), "--steps", str(steps), "--micro-tokens", str(args.micro_tokens)])
+        run([sys.executable, __file__, "--worker", str(folder), "--steps", str(steps), "--micro-tokens", str(args.micro_tokens),
+             "--matmul", args.matmul])
         ours = json.loads((folder / "result.json").read_text())
     report(figures(ours, peers), args.json, ours=ours, peers=peers, steps=steps, batch=BATCH)
 
@@ -88,7 +90,7 @@ def figures(ours: dict[str, Any], peers: dict[str, dict[str, Any]]) -> list[Figu
     return rows
 
 
-def worker(folder: Path, steps: int, micro_tokens: int) -> None:
+def worker(folder: Path, steps: int, micro_tokens: int, matmul: str) -> None:
     """Train with karui in this process and write result.json."""
     import numpy as np
     import torch
@@ -107,7 +109,7 @@ def worker(folder: Path, steps: int, micro_tokens: int) -> None:
         "prepare": [{"method": "lora", "rank": 16, "alpha": 32}],
         "optim": {"lr": 2e-4, "schedule": "linear", "warmup": 0, "clip": 1.0, "batch": BATCH, "steps": steps,
                   "micro_tokens": micro_tokens},
-        "objective": {"chunk_tokens": 256}, "run": {"output": str(folder / "run")}, "track": {"to": "none"},
+        "objective": {"chunk_tokens": 256}, "run": {"output": str(folder / "run"), "matmul": matmul}, "track": {"to": "none"},
     })
     setup = prepare(recipe)
     if (folder / "peer0").is_dir():

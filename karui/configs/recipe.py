@@ -110,6 +110,10 @@ class RunSection(Section):
     precision: Literal["no", "bf16", "fp16", "fp8"] = Field(
         "no", description="autocast of the forward pass, as accelerate names it; fp8: a step fp8-current in prepare:"
     )
+    matmul: Literal["fp32", "bf16-backward", "bf16"] = Field(
+        "fp32", description="on a CPU, products of fp32 matrices: as they are; operands of the backward pass rounded to bf16, sums in "
+        "fp32 (losses of the same weights stay those of fp32); all of them. Twice as fast with AVX512-BF16, else no gain"
+    )
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
     threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores")
     sharding: Literal["auto", "none", "fsdp2", "zero1", "zero2", "zero3"] = Field(

@@ -79,14 +79,18 @@ def run_recipe(
     """
     import torch
 
+    from karui.kernels.matmul import matmul_precision
     from karui.trainers.launched import FP8_BACKEND, resolve_precision, without
     from karui.trainers.ranks import together
 
     recipe = resolve_precision(recipe, os.environ, cuda=torch.cuda.is_available())
     accelerator = _make_accelerator(recipe)
     _set_threads(recipe, accelerator)
+    if recipe.run.matmul != "fp32" and accelerator.device.type != "cpu":
+        where = accelerator.device.type
+        raise UnsupportedError(f"run.matmul {recipe.run.matmul} is for CPUs; on {where} set run.precision: bf16.")
     # the recipe has the FP8 step now: accelerate must not wrap the model in modules of its own
-    with without(os.environ, FP8_BACKEND), together(recipe, accelerator):
+    with without(os.environ, FP8_BACKEND), together(recipe, accelerator), matmul_precision(recipe.run.matmul):
         return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker)
 
 
@@ -96,6 +100,7 @@ def _run(
 ) -> RunResult:  # fmt: skip
     import torch
 
+    from karui.kernels.native.train import has_bf16
     from karui.trainers import checkpoint as ckpt
     from karui.trainers import shards, tracking
     from karui.trainers.context import make_group
@@ -173,6 +178,8 @@ def _run(
     try:
         with progress:
             progress.note(f"run {folder}  {setup.describe()}  {where}")
+            if recipe.run.matmul != "fp32" and not has_bf16():
+                progress.note(f"run.matmul {recipe.run.matmul}: rounds, but is no faster, as this CPU has no AVX512-BF16")
             for line in (line for stage in setup.stages for line in stage.lines()):
                 progress.note(line)
             if start is not None:

@@ -1,10 +1,11 @@
-"""The fp32 products of training against float64, on every instruction set: odd shapes, strides, accumulation, low-rank updates."""
+"""The products of training against float64, on every instruction set: odd shapes, strides, accumulation, low-rank updates, bf16."""
 
 import pytest
 import torch
 
+from karui.configs.errors import KaruiError
 from karui.kernels.lora import gated_lora_linear, lora_linear
-from karui.kernels.matmul import add_matmul, low_rank_matmul, matmul
+from karui.kernels.matmul import add_matmul, current_precision, low_rank_matmul, matmul, matmul_precision
 from karui.kernels.native import available, isas
 from karui.kernels.native import train as native
 
@@ -48,6 +49,48 @@ def test_products_of_odd_shapes(isa, kind):
                 assert close(matmul(a, b, out=wide[:, :n]), want, k) and bool((wide[:, n:] == 7).all())
 
 
+@pytest.mark.parametrize("kind", ["nn", "nt", "tn", "tt"])
+def test_products_of_bf16_operands(isa, kind):
+    for m in (8, 13, 29, 43):
+        for n in (32, 33, 64, 330):
+            for k in (16, 17, 289, 577, 1155):
+                a, b = operands(m, k, n, kind)
+                want = a.bfloat16().double() @ b.bfloat16().double()
+                with matmul_precision("bf16"):
+                    assert close(matmul(a, b), want, 4 * k), (m, n, k)
+                    out = torch.ones(m, n)
+                    assert close(add_matmul(out, a, b), want + 1, 4 * k), (m, n, k)
+                    u, v = operands(k, 5, n, kind, seed=1)
+                    low = a.double() @ u.double()
+                    assert close(low_rank_matmul(a, b, u, v, 1.0)[0], want + low @ v.double(), 16 * k), (m, n, k)
+
+
+def test_only_the_backward_pass_is_rounded(isa):
+    a, b = operands(40, 64, 50, "nt")
+    with matmul_precision("bf16-backward"):
+        assert current_precision() == "bf16-backward"
+        exact, rounded = matmul(a, b), matmul(a, b, backward=True)
+    assert torch.equal(exact, matmul(a, b)) and not torch.equal(exact, rounded)
+    assert close(rounded, a.bfloat16().double() @ b.bfloat16().double(), 256) and torch.equal(matmul(a, b, backward=True), exact)
+
+
+def test_bf16_keeps_nan_and_infinity(isa):
+    a, b = torch.ones(16, 32), torch.ones(32, 32)
+    a[0, 0], a[1, 1], a[2, 2] = float("nan"), float("inf"), 3.4e38  # the last one rounds up to infinity
+    with matmul_precision("bf16"):
+        out = matmul(a, b)
+    assert bool(out[0].isnan().all()) and bool((out[1:3] == float("inf")).all()) and bool((out[3:] == 32).all())
+
+
+def test_bf16_is_refused_where_it_cannot_be(isa, monkeypatch):
+    with pytest.raises(KaruiError, match="bf16-forward"), matmul_precision("bf16-forward"):
+        pass
+    monkeypatch.setattr(native, "ready", lambda: False)
+    with pytest.raises(KaruiError, match="native kernels"), matmul_precision("bf16"):
+        pass
+    assert current_precision() == "fp32"
+
+
 def test_sums_longer_than_one_packing(isa):
     a, b = operands(9, 4500, 40, "nn")
     assert close(matmul(a, b), a.double() @ b.double(), 4500)
@@ -85,7 +128,8 @@ def test_gradients_follow_outside_of_autograd_functions(isa):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_lora_gradients_equal_float64(isa, gated):
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-3), ("bf16-backward", 2e-2)])
+def test_lora_gradients_equal_float64(isa, gated, precision, tolerance):
     g = torch.Generator().manual_seed(2)
     names = {"x": (30, 64), "up": (30, 64), "a": (8, 64), "b": (96, 8), "bias": (96,)}
     values = {n: torch.randn(*shape, generator=g) for n, shape in names.items()}
@@ -98,8 +142,11 @@ def test_lora_gradients_equal_float64(isa, gated):
         out.pow(2).sum().backward()
         return [out.detach()] + [t[n].grad for n in ("x", *(["up"] if gated else []), "a", "b")]
 
-    for got, want in zip(grads(torch.float32), grads(torch.float64)):
-        assert torch.allclose(got.double(), want, rtol=1e-4, atol=1e-3 * float(want.abs().max()))
+    with matmul_precision(precision):
+        found = grads(torch.float32)
+    for i, (got, want) in enumerate(zip(found, grads(torch.float64))):
+        largest = (tolerance if i else 1e-5) * float(want.abs().max())  # the output itself is never rounded
+        assert float((got.double() - want).abs().max()) < largest
 
 
 def test_what_the_kernel_does_not_take_goes_to_torch(isa):

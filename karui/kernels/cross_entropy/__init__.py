@@ -77,13 +77,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += (scale.log() - at_target).sum(dtype=torch.float64)
             shares = logits.to(h.dtype) if grad_hidden is not None or grad_weight is not None else logits
             if grad_hidden is not None:
-                pulled = matmul(shares, weight).to(exact) / scale.unsqueeze(1) - weight[t].to(exact)
+                pulled = matmul(shares, weight, backward=True).to(exact) / scale.unsqueeze(1) - weight[t].to(exact)
                 grad_hidden[start : start + chunk] = pulled.to(hidden.dtype)
             if grad_weight is not None:
                 # E^T (h / s): the division is over H columns, not over V
                 scaled = h.to(exact) / scale.unsqueeze(1)
                 if h.dtype == exact:
-                    add_matmul(grad_weight, logits.T, scaled)
+                    add_matmul(grad_weight, logits.T, scaled, backward=True)
                 else:
                     grad_weight += (shares.T @ scaled.to(h.dtype)).to(exact)
                 grad_weight.index_add_(0, t, h.to(exact), alpha=-1)

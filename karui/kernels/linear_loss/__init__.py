@@ -64,10 +64,10 @@ class _LinearLoss(torch.autograd.Function):
             per_row[start:stop] = rows(start, stop, logits)
             pull = logits.to(h.dtype)
             if grad_hidden is not None:
-                grad_hidden[start:stop] = matmul(pull, weight)
+                grad_hidden[start:stop] = matmul(pull, weight, backward=True)
             if grad_weight is not None:
                 if h.dtype == exact:
-                    add_matmul(grad_weight, pull.T, h)
+                    add_matmul(grad_weight, pull.T, h, backward=True)
                 else:
                     grad_weight += (pull.T @ h).to(exact)
         ctx.save_for_backward(grad_hidden, grad_weight)

@@ -144,7 +144,7 @@ def _dgrad(
         from karui.kernels.lora import triton
 
         return triton.dgrad(dy, weight, a, b, scaling)
-    return low_rank_matmul(dy, weight(dy.dtype), b, a, scaling)
+    return low_rank_matmul(dy, weight(dy.dtype), b, a, scaling, backward=True)
 
 
 def _refused(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str:

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from karui.configs.errors import KaruiError
@@ -31,17 +32,23 @@ _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx2": (("avx2", "fma", "f16c"), ("-DKARUI_AVX2", "-mavx2", "-mfma", "-mf16c")),
     "generic": ((), ()),
 }
+# Flags of an instruction set for what only some of its CPUs have.
+_EXTRAS = {"avx512": {"avx512_bf16": "-mavx512bf16"}}
+
+
+@cache
+def _cpu() -> frozenset[str]:
+    """What /proc/cpuinfo says the CPU has."""
+    if platform.machine() in ("x86_64", "AMD64") and Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split())
+    return frozenset()
 
 
 def isas() -> list[str]:
     """Instruction sets this CPU can run, best first; "generic" always."""
-    flags: set[str] = set()
-    if platform.machine() in ("x86_64", "AMD64") and Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                flags = set(line.split())
-                break
-    return [name for name, (needed, _) in _ISAS.items() if flags.issuperset(needed)]
+    return [name for name, (needed, _) in _ISAS.items() if _cpu().issuperset(needed)]
 
 
 def chosen_isa() -> str:
@@ -72,7 +79,7 @@ def build(isa: str, sources: tuple[str, ...] = SOURCES) -> Path:
     here = Path(__file__).parent
     stem = "karui" if sources is SOURCES else Path(sources[0]).stem
     cxx = compiler()
-    flags = (*_COMMON, *_ISAS[isa][1])
+    flags = (*_COMMON, *_ISAS[isa][1], *(flag for name, flag in _EXTRAS.get(isa, {}).items() if name in _cpu()))
     digest = hashlib.sha256(repr((flags, cxx)).encode())
     for name in sources:
         digest.update((here / name).read_bytes())

@@ -17,6 +17,12 @@
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE float bits_to_float(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
+INLINE float round_to_bf16(float x) {  // to nearest even; NaN stays NaN
+    uint32_t b;
+    memcpy(&b, &x, 4);
+    const uint32_t up = b + 0x7fff + (b >> 16 & 1), nan = b | 0x400000;
+    return bits_to_float(((b & 0x7fffffff) > 0x7f800000 ? nan : up) & 0xffff0000);
+}
 INLINE int32_t load_i32(const void* p) { int32_t v; memcpy(&v, p, 4); return v; }
 
 #if defined(KARUI_AVX512)
@@ -78,6 +84,16 @@ INLINE V zip_low(V a, V b) { return _mm512_unpacklo_ps(a, b); }
 INLINE V zip_high(V a, V b) { return _mm512_unpackhi_ps(a, b); }
 INLINE V pairs_low(V a, V b) { return _mm512_shuffle_ps(a, b, 0x44); }
 INLINE V pairs_high(V a, V b) { return _mm512_shuffle_ps(a, b, 0xee); }
+#ifdef __AVX512BF16__
+// Lanes of two bf16 numbers, rounded to nearest even: (a0, b0), (a1, b1)...; and of 2 W floats in order.
+INLINE V bf16_pairs(V a, V b) {
+    const __m512i apart = (__m512i)_mm512_cvtne2ps_pbh(b, a), order = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, apart));
+}
+INLINE V bf16_words(const float* p) { return (V)_mm512_cvtne2ps_pbh(load(p + 16), load(p)); }
+INLINE V dot2(V a, V b, V sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }  // sum + a0 b0 + a1 b1
+#endif
 
 // Dot products of unsigned weight codes with signed activations, exact in int32: open, step (8 times or fewer), close.
 template <int BITS> struct Dot {

@@ -1,5 +1,5 @@
 // Training on a CPU: matrix products, attention inside documents with its rotation, RMSNorm and SwiGLU, forward and backward, in
-// fp32. Every result is computed by one thread in a fixed order, so that it does not depend on how many there are.
+// fp32 (products in bf16 where asked). Every result is computed by one thread in a fixed order, so that it does not depend on how many there are.
 #include <algorithm>
 #include <vector>
 
@@ -268,15 +268,21 @@ void karui_attention_backward(const Attention* a) {
             }
 }
 
-// c [m, n] (+)= a b, rows of c `ldc` apart; a is [m, k] and b [k, n] with any strides, fast where one of them is 1.
-void karui_sgemm(const sgemm::Matrix* a, const sgemm::Matrix* b, float* c, int m, int n, int k, int64_t ldc, int plus, int threads, Gomp gomp) {
-    sgemm::product(gomp, threads, m, n, k, *a, *b, c, ldc, plus != 0);
+int karui_has_bf16() { return sgemm::Bf16::DEEP > 1; }
+
+// c [m, n] (+)= a b, rows of c `ldc` apart; a is [m, k] and b [k, n] with any strides, fast where one of them is 1. With bf16 the
+// operands are rounded to it.
+void karui_sgemm(const sgemm::Matrix* a, const sgemm::Matrix* b, float* c, int m, int n, int k, int64_t ldc, int plus, int bf16, int threads,
+                 Gomp gomp) {
+    const auto f = bf16 ? sgemm::product<sgemm::Bf16> : sgemm::product<sgemm::Fp32>;
+    f(gomp, threads, m, n, k, *a, *b, c, ldc, plus != 0);
 }
 
 // out [m, n] = x w + low v with low [m, r] = scaling x u; out and low are dense.
 void karui_low_rank(const sgemm::Matrix* x, const sgemm::Matrix* w, const sgemm::Matrix* u, const sgemm::Matrix* v, int m, int n, int k, int r,
-                    float scaling, float* low, float* out, int threads, Gomp gomp) {
-    sgemm::low_rank(gomp, threads, m, n, k, r, *x, *w, *u, *v, scaling, low, out);
+                    float scaling, float* low, float* out, int bf16, int threads, Gomp gomp) {
+    const auto f = bf16 ? sgemm::low_rank<sgemm::Bf16> : sgemm::low_rank<sgemm::Fp32>;
+    f(gomp, threads, m, n, k, r, *x, *w, *u, *v, scaling, low, out);
 }
 
 // out = weight * x * rstd over rows of width n (a multiple of W); rstd [rows] is kept for the backward pass.

@@ -1,4 +1,4 @@
-"""Native forms of what training does between its matrix products: attention, RMSNorm and SwiGLU, forward and backward.
+"""Native forms of what training on a CPU does: matrix products, attention, RMSNorm and SwiGLU, forward and backward.
 
 `usable(*tensors)` says whether they can serve these tensors (fp32, CPU, no other thread runtime than the OpenMP that torch
 itself runs on); the callers in `karui.kernels.*` keep a torch form for everything else. Results do not depend on the number of
@@ -52,12 +52,13 @@ class Library:
         for name, arguments in (
             ("attention", [p]), ("attention_backward", [p]), ("rms_norm", [p, p, p, p, i, i, f, i, p]),
             ("rms_norm_backward", [p, p, p, p, p, i, i, i, p]), ("swiglu", [p, p, p, n, i, p]),
-            ("swiglu_backward", [p, p, p, p, p, p, n, i, p]), ("sgemm", [p, p, p, i, i, i, n, i, i, p]),
-            ("low_rank", [p, p, p, p, i, i, i, i, f, p, p, i, p]),
+            ("swiglu_backward", [p, p, p, p, p, p, n, i, p]), ("sgemm", [p, p, p, i, i, i, n, i, i, i, p]),
+            ("low_rank", [p, p, p, p, i, i, i, i, f, p, p, i, i, p]),
         ):
             function = getattr(lib, f"karui_{name}")
             function.restype, function.argtypes = None, arguments
             setattr(self, name, function)
+        self.bf16 = bool(lib.karui_has_bf16())
         assert lib.karui_train_sizes() == C.sizeof(_Attention), "Attention differs between C++ and Python"
 
     def __getattr__(self, name: str) -> Any:  # only for type checkers: functions are set in __init__
@@ -87,6 +88,16 @@ def _torch_threads() -> int | None:
     return C.cast(C.CDLL(own[0]).GOMP_parallel, C.c_void_p).value if own else None
 
 
+def ready() -> bool:
+    """Whether the native kernels run here at all."""
+    return _library() is not None
+
+
+def has_bf16() -> bool:
+    """Whether products in bf16 are faster than in fp32: AVX512-BF16, and kernels compiled for it."""
+    return (library := _library()) is not None and library.bf16
+
+
 def usable(*tensors: torch.Tensor) -> bool:
     """Whether the native kernels can take these tensors: fp32 on the CPU, rows a multiple of the vector width."""
     if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
@@ -102,21 +113,27 @@ def product_usable(a: torch.Tensor, b: torch.Tensor) -> bool:
     return plain and m >= 8 and k >= 16 and n >= 32 and m * k * n >= SMALLEST and _library() is not None
 
 
-def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plus: bool) -> None:
-    """out (+)= a b; the rows of out are dense. Each value is the same however many rows or threads there are."""
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plus: bool, bf16: bool = False) -> None:
+    """out (+)= a b; the rows of out are dense. Each value is the same however many rows or threads there are.
+
+    With bf16, a and b are rounded to it (to nearest even) and their products summed in fp32.
+    """
     library = _loaded()
-    library.sgemm(_matrix(a), _matrix(b), out.data_ptr(), *out.shape, a.shape[1], out.stride(0), int(plus), _threads(),
+    library.sgemm(_matrix(a), _matrix(b), out.data_ptr(), *out.shape, a.shape[1], out.stride(0), int(plus), int(bf16), _threads(),
                   library.gomp)
 
 
 def low_rank(
-    x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scaling: float
+    x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scaling: float, bf16: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x w + low v [m, n], low = scaling x u [m, r]) of x [m, k], w [k, n], u [k, r], v [r, n]; any strides."""
+    """(x w + low v [m, n], low = scaling x u [m, r]) of x [m, k], w [k, n], u [k, r], v [r, n]; any strides.
+
+    With bf16, x and w are rounded to it for their own product; low is computed and added in fp32.
+    """
     library = _loaded()
     out, low = x.new_empty(x.shape[0], w.shape[1]), x.new_empty(x.shape[0], u.shape[1])
     library.low_rank(_matrix(x), _matrix(w), _matrix(u), _matrix(v), *out.shape, x.shape[1], u.shape[1], scaling, low.data_ptr(),
-                     out.data_ptr(), _threads(), library.gomp)
+                     out.data_ptr(), int(bf16), _threads(), library.gomp)
     return out, low
 
 
