@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,24 +17,29 @@ from karui.inference.batch import Runner
 from karui.inference.bundle.reader import Opened, open_model
 from karui.inference.models.config import ModelConfig, from_hf
 from karui.inference.models.decoder import TorchRunner
+from karui.inference.models.weights import nbytes
 from karui.inference.speculate import Speculation
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.draft_model import RunnerDrafter, check_vocabulary
 from karui.inference.speculative.factory import Speculator
 from karui.kernels.qtensor import QTensor
+from karui.kernels.triton_support.driver import no_gpu
 
 if TYPE_CHECKING:
     from karui.inference.engine import Engine
 
 logger = logging.getLogger(__name__)
 
+# Grids that a message offers, with their bits per weight, scales included.
+FITTING = {"bf16": 16.0, "w8 or fp8": 8.1, "w4g128": 4.2, "w2g64": 2.3}
 RunnerChoice = Literal["auto", "native", "triton", "torch"]
-_OPTIONS = ("device", "runner", "dtype", "bit_exact", "speculation", "kv_dtype", "memory", "max_context", "max_tokens_per_step",
-            "max_sequences", "block_size", "ahead")
+_OPTIONS = ("device", "runner", "dtype", "bit_exact", "activation_bits", "speculation", "kv_dtype", "memory", "max_context",
+            "max_tokens_per_step", "max_sequences", "block_size", "ahead")
 
 
 def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", runner: RunnerChoice = "auto", dtype: str = "auto",
-         bit_exact: bool = False, speculation: SpeculationConfig | str | None = None, **options: Any) -> Engine:
+         bit_exact: bool = False, activation_bits: int | None = None, speculation: SpeculationConfig | str | None = None,
+         **options: Any) -> Engine:
     """An engine for `path`: a bundle, a model folder, or a name of the catalogue.
 
     Args:
@@ -40,6 +48,8 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
             native on a CPU, triton on a GPU, if it serves the model.
         dtype: of the torch runner; "auto": float32 on a CPU, bfloat16 on a GPU.
         bit_exact: results independent of batch, chunking and caches in every bit (the native runner always is).
+        activation_bits: 8: activations are quantized where weights are, to int8 for integer grids on a CPU (the default there),
+            to E4M3 for FP8 grids on a GPU; 16: they are not (the default on a GPU). What a grid asks for (w8a8) is done anyway.
         speculation: a `SpeculationConfig` or its short spelling, such as "ngram:8".
         options: the arguments of `Engine`.
     """
@@ -49,7 +59,8 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
     spec = SpeculationConfig.parse(speculation) if isinstance(speculation, str) else speculation or SpeculationConfig()
     opened = open_model(find(path))
     config = from_hf(opened.config)
-    made = make_runner(opened, config, device=device, choice=runner, dtype=dtype, bit_exact=bit_exact)
+    made = make_runner(opened, config, device=device, choice=runner, dtype=dtype, bit_exact=bit_exact,
+                       activation_bits=activation_bits)
     tokenizer = load_tokenizer(opened.tokenizer_path)
     drafting = None
     if spec.method != "none":
@@ -68,20 +79,22 @@ def find(path: str | Path) -> Path:
 
 
 def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", choice: RunnerChoice = "auto", dtype: str = "auto",
-                bit_exact: bool = False) -> Runner:
+                bit_exact: bool = False, activation_bits: int | None = None) -> Runner:
     """The runner asked for, or the best one that can serve the model, with the reason logged."""
+    if activation_bits not in (None, 8, 16):
+        raise KaruiError(f"activation_bits must be 8 or 16, got {activation_bits}.")
     if choice not in ("auto", "native", "triton", "torch"):
         raise KaruiError(f"runner {choice!r} is not known; use auto, native, triton or torch.")
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise KaruiError(f"device {device!r}: torch sees no GPU on this machine; use device='cpu'.")
+        raise KaruiError(f"device {device!r}: {no_gpu()}")
     if choice == "native" and where.type != "cpu":
         raise UnsupportedError(f"the native runner works on the CPU, not on {device}; use runner='auto' there.")
     if choice in ("auto", "native") and where.type == "cpu" and dtype == "auto":
         try:
             from karui.inference.models.native import NativeRunner
 
-            made: Runner = NativeRunner(config, dict(opened.weights()))
+            made: Runner = NativeRunner(config, dict(opened.weights()), activation_bits=activation_bits or 8)
             logger.info("runner: native")
             return made
         except (ImportError, UnsupportedError) as error:
@@ -100,9 +113,38 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", cho
             raise UnsupportedError(f"the triton runner cannot serve {opened.path}: {reason or 'it has no bit-exact mode'}.")
         if not reason:
             logger.info("runner: triton")
-            return TritonRunner(config, dict(opened.weights()), where, dtypes[dtype])
+            with _said_when_full(opened, where, dtypes[dtype], packed=True):
+                return TritonRunner(config, dict(opened.weights()), where, dtypes[dtype], activation_bits=activation_bits or 16)
         logger.info("runner: torch, because the triton one cannot serve this model: %s", reason)
-    return TorchRunner(config, dict(opened.weights()), where, dtypes[dtype], bit_exact)
+    if activation_bits == 8:
+        raise UnsupportedError("the torch runner computes with activations as they are; leave activation_bits out.")
+    with _said_when_full(opened, where, dtypes[dtype]):
+        return TorchRunner(config, dict(opened.weights()), where, dtypes[dtype], bit_exact)
+
+
+@contextlib.contextmanager
+def _said_when_full(opened: Opened, where: torch.device, dtype: torch.dtype, packed: bool = False) -> Iterator[None]:
+    """A GPU that is too small for the weights: how much they ask for, how much was free, and what would fit."""
+    free, total = torch.cuda.mem_get_info(where) if where.type == "cuda" else (0, 0)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked, count = 0.0, 0
+        for w in opened.weights().values():
+            size = math.prod(w.shape)
+            count += size
+            if isinstance(w, QTensor):
+                asked += size * w.spec.bits_per_weight / 8 if packed else nbytes(w)
+            else:
+                asked += size * dtype.itemsize
+        bits = 8 * 0.9 * free / count  # a tenth for the KV cache and a step's own tensors
+        fitting = [name for name, needed in FITTING.items() if needed <= bits]
+        fits = f"{fitting[0]} would fit" if fitting else "not even two bits would fit"
+        raise UnsupportedError(
+            f"{opened.path} does not fit on {where}: {count / 1e9:.2f} billion weights ask for {asked / 2**30:.2f} GiB, "
+            f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB were free, {bits:.1f} bits per weight: {fits} (karui quantize). "
+            "Or end what else holds this GPU's memory, or use device='cpu'."
+        ) from error
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -97,6 +97,21 @@ def sample_rows(logits: np.ndarray, draws: Sequence[tuple[SamplingParams, int, i
     return drawn
 
 
+def sample_on_device(logits: torch.Tensor, draws: Sequence[tuple[SamplingParams, int, int]]) -> list[int]:
+    """Tokens for rows of `logits` [L, V] where they lie, of the same distributions by numbers of their own (`kernels.sampling`):
+    only the tokens leave the GPU. A row's draw is its own alone here too."""
+    from karui.kernels.sampling import Settings
+    from karui.kernels.sampling import sample as draw_rows
+
+    temperature, top_k, top_p, min_p, seed, position = zip(
+        *((p.temperature, p.top_k, p.top_p, p.min_p, seed & (2**63 - 1), at) for p, seed, at in draws), strict=True)
+    device = logits.device
+    floats = torch.tensor([temperature, top_p, min_p], device=device)
+    whole = torch.tensor([top_k, seed, position], device=device)
+    settings = Settings(temperature=floats[0], top_k=whole[0], top_p=floats[1], min_p=floats[2], seed=whole[1], position=whole[2])
+    return draw_rows(logits, settings).tolist()
+
+
 def logprobs_of(logits: np.ndarray, token: int, probability: float, top: int) -> TokenLogprob:
     """Logprobs of `token` from raw `logits` [V], with the `top` likeliest alternatives."""
     peak = float(logits.max())

@@ -78,8 +78,10 @@ def _device() -> Finding:
         return Finding(name="device", state="ok", found=", ".join(
             f"{c.name} sm_{c.major}{c.minor} {c.total_memory / 2**30:.0f} GiB" for c in cards))
     if torch.version.cuda is not None:
-        return Finding(name="device", state="note", found=f"torch is built for CUDA {torch.version.cuda} and sees no GPU",
-                       remedy="check the driver with nvidia-smi; everything also runs on the CPU")
+        from karui.kernels.triton_support.driver import no_gpu
+
+        found, _, remedy = no_gpu().partition("; ")
+        return Finding(name="device", state="note", found=found, remedy=remedy)
     return Finding(name="device", state="ok", found=f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
 
 

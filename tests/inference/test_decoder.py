@@ -147,7 +147,7 @@ def test_hidden_and_residual_streams():
     assert (out.aux - torch.cat([states[1][0], states[2][0]], -1)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kv_dtype,bound", [("float16", 0.02), ("bfloat16", 0.2), ("int8", 0.25)])
+@pytest.mark.parametrize("kv_dtype,bound", [("float16", 0.02), ("bfloat16", 0.2), ("int8", 0.25), ("fp8", 0.6)])
 def test_cache_formats_stay_close(kv_dtype, bound):
     model, config, weights = tiny("llama")
     runner = TorchRunner(config, weights)
@@ -161,7 +161,7 @@ def test_cache_formats_stay_close(kv_dtype, bound):
 
 def test_copy_slots_moves_a_context():
     _, config, weights = tiny("llama")
-    for kv_dtype in ("float32", "int8"):
+    for kv_dtype in ("float32", "int8", "fp8"):
         runner = TorchRunner(config, weights)
         runner.allocate(20, 4, kv_dtype)
         ids = torch.randint(0, 199, (9,)).tolist()

@@ -1,8 +1,9 @@
 """The runner for GPUs: the decoder on karui's Triton kernels, with a CUDA graph per batch size for decoding.
 
-    linears     q, k, v (and gate, up) as one product each; 2-, 4- and 8-bit codes are multiplied as they are (`gemm_weight`)
+    linears     q, k, v (and gate, up) as one product each; codes of 2, 4 and 8 bits, NF4, FP8, MX and NVFP4 are decoded in
+                registers (`gemm_weight`); 8-bit inputs on 8-bit or ternary weights are multiplied as codes
     norms       fused with the residual addition before them
-    attention   paged, over fp32, fp16, bf16 or int8 blocks; trees of drafts are verified in the same kernel
+    attention   paged, over fp32, fp16, bf16, int8 or fp8 blocks; trees of drafts are verified in the same kernel
     decoding    steps of one row per sequence replay a graph; batches are padded to the next size, padded rows write nowhere
 
 Legend for shapes: T tokens in the step, S sequences, H hidden, A attention heads, G kv heads, D head_dim.
@@ -22,18 +23,29 @@ from karui.inference.batch import StepBatch, StepOutput
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import TorchRunner, _int8_per_token
 from karui.inference.models.rope import cos_sin
-from karui.inference.models.weights import Weights, nbytes
-from karui.kernels.gemm_weight import PackedWeight, dequantize_weight, gemm_weight, pack_weight
+from karui.inference.models.weights import Weights, check_weights, nbytes
+from karui.kernels.gemm_weight import (
+    PackedWeight,
+    dequantize_weight,
+    gemm_float8,
+    gemm_int8,
+    gemm_weight,
+    pack_weight,
+    takes_float8,
+    takes_int8,
+)
 from karui.kernels.paged_attention import Cache, Plan, paged_attention, tree_words, write_kv
 from karui.kernels.qtensor import QTensor
-from karui.kernels.triton_support import obstacle
+from karui.kernels.triton_support import Backend, obstacle
+from karui.kernels.triton_support.driver import explained
 
 logger = logging.getLogger(__name__)
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_FUSED = {"self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "mlp.gate_up": ("mlp.gate_proj",
-                                                                                                         "mlp.up_proj")}
+_FUSED = {"self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+          "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj")}
+_SINGLE = ("self_attn.o_proj", "mlp.down_proj")
 
 
 @dataclass
@@ -43,13 +55,18 @@ class _Product:
     weight: torch.Tensor | PackedWeight | QTensor
     bias: torch.Tensor | None
     int8_input: bool
+    float8_input: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = _int8_per_token(x) if self.int8_input else x
         if isinstance(self.weight, PackedWeight):
             # the kernel wherever this runner runs; torch's path would decode all of W for every step
-            backend = "auto" if x.is_cuda else "triton"
-            return gemm_weight(x, self.weight, self.bias, backend)  # type: ignore[arg-type]
+            backend: Backend = "auto" if x.is_cuda else "triton"
+            if self.int8_input and takes_int8(self.weight):
+                return gemm_int8(x, self.weight, self.bias, backend)
+            if self.float8_input and takes_float8(self.weight):
+                return gemm_float8(x, self.weight, self.bias, backend)
+            return gemm_weight(_int8_per_token(x) if self.int8_input else x, self.weight, self.bias, backend)
+        x = _int8_per_token(x) if self.int8_input else x
         w = self.weight.dequantize(x.dtype) if isinstance(self.weight, QTensor) else self.weight
         return F.linear(x, w, self.bias)
 
@@ -66,20 +83,26 @@ class TritonRunner(TorchRunner):
         config, weights, device, dtype: as for `TorchRunner`. Weights of grids without a kernel stay codes and are dequantized in
             each product; the log names them once.
         graphs: decode with CUDA graphs (on a GPU).
+        activation_bits: 8: inputs of FP8 weights are rounded to E4M3 row by row and multiplied as codes; 16: FP8 weights are
+            decoded. Whether inputs of integer weights are rounded is their grid's.
 
     Raises:
-        UnsupportedError: no Triton, a GPU before compute capability 8.0, a model that the plain runner must serve.
+        UnsupportedError: no Triton, a GPU before compute capability 8.0 (8.9 for activations in FP8), a model that the plain
+            runner must serve.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device | str = "cuda",
-                 dtype: torch.dtype = torch.bfloat16, graphs: bool = True) -> None:
+                 dtype: torch.dtype = torch.bfloat16, graphs: bool = True, activation_bits: int = 16) -> None:
         reason = unsuited(config, torch.device(device))
+        if not reason and activation_bits == 8 and (reason := obstacle(torch.device(device), 89)):
+            reason = f"FP8 activations: {reason}; with activation_bits=16 FP8 weights are decoded on any GPU"
         if reason:
             raise UnsupportedError(f"the triton runner cannot serve this: {reason}; use runner='torch'.")
         self._graphs: dict[int, _Graph] = {}
         self._packed = False
         self._products: dict[str, _Product] = {}
         self._use_graphs = graphs and torch.device(device).type == "cuda"
+        self._float8_input = activation_bits == 8
         super().__init__(config, weights, device, dtype)
 
     # -- Runner protocol
@@ -94,7 +117,7 @@ class TritonRunner(TorchRunner):
             fits = free // (block_size * self.kv_bytes_per_token(kv_dtype))
             raise UnsupportedError(
                 f"{num_blocks} blocks of KV cache need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; {fits} blocks "
-                f"would fit (fewer sequences, a shorter context, or kv_dtype='int8')."
+                f"would fit (fewer sequences, a shorter context, or kv_dtype='fp8' or 'int8')."
             ) from error
         assert self._kv is not None
         scale = self._kv.scale
@@ -110,17 +133,18 @@ class TritonRunner(TorchRunner):
         """As `TorchRunner.load_weights`; with packed weights only whole sets, because their sources are not kept."""
         if partial and self._packed:
             raise UnsupportedError("a quantized model on the triton runner takes whole sets of weights, not parts.")
-        super().load_weights(weights, partial)
+        checked = check_weights(self.config, {**self._weights, **weights} if partial else weights)
         self._graphs.clear()
-        self._packed = False
-        self._products = {}
+        self._packed, self._products, self._weights = False, {}, {}
         for i in range(self.config.num_layers):
             layer = f"model.layers.{i}."
-            for name, parts in (*_FUSED.items(), ("self_attn.o_proj", ("self_attn.o_proj",)), ("mlp.down_proj",
-                                                                                               ("mlp.down_proj",))):
-                self._make(layer + name, [layer + part for part in parts])
+            for name, parts in _FUSED.items():
+                self._make(layer + name, [layer + part for part in parts], checked)
+            for name in _SINGLE:
+                self._make(layer + name, [layer + name], checked)
         if not self.config.tied:
-            self._make("lm_head", ["lm_head"])
+            self._make("lm_head", ["lm_head"], checked)
+        self._weights |= {name: self._moved(w) for name, w in checked.items()}
         if self._packed:
             for name in [n for n in self._weights if n.endswith(_IN_PRODUCTS)]:
                 del self._weights[name]
@@ -140,6 +164,10 @@ class TritonRunner(TorchRunner):
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> StepOutput:
+        with explained("use runner='torch'"):
+            return self._forward(batch)
+
+    def _forward(self, batch: StepBatch) -> StepOutput:
         size = len(batch.tokens)
         adapters = self._adapter_rows(batch)
         one_row_each = size == len(batch.context_lens) == len(batch.logit_rows)
@@ -219,15 +247,27 @@ class TritonRunner(TorchRunner):
 
     # -- weights
 
-    def _make(self, name: str, parts: list[str]) -> None:
-        weights = [self._weights[f"{part}.weight"] for part in parts]
-        biases = [self._weights.get(f"{part}.bias") for part in parts]
+    def _make(self, name: str, parts: list[str], checked: dict[str, QTensor | torch.Tensor]) -> None:
+        """Take the parts of one product out of `checked`. One product's codes lie unpacked on the GPU at a time, and dense
+        parts are kept as views of their product, so that nothing is held twice."""
+        weights = [self._moved(checked.pop(f"{part}.weight")) for part in parts]
+        biases = [self._moved(checked.pop(f"{part}.bias")) if f"{part}.bias" in checked else None for part in parts]
         bias = None
         if any(b is not None for b in biases):
             zeros = [torch.zeros(w.shape[0], device=self.device, dtype=self.dtype) for w in weights]
             bias = torch.cat([z if b is None else z + b for z, b in zip(zeros, biases)])  # type: ignore[operator]
+            self._weights |= {f"{part}.bias": b for part, b in zip(parts, biases) if b is not None}
         int8_input = any(isinstance(w, QTensor) and w.spec.activation_bits == 8 for w in weights)
-        self._products[name] = _Product(self._joined(name, weights), bias, int8_input)
+        joined = self._joined(name, weights)
+        self._products[name] = _Product(joined, bias, int8_input, self._float8_input)
+        if isinstance(joined, torch.Tensor):
+            views = joined.split([w.shape[0] for w in weights])
+            self._weights |= {f"{part}.weight": view for part, view in zip(parts, views)}
+        elif isinstance(joined, QTensor):
+            self._weights[f"{parts[0]}.weight"] = joined
+
+    def _moved(self, w: QTensor | torch.Tensor) -> QTensor | torch.Tensor:
+        return w.to(self.device) if isinstance(w, QTensor) else w.to(self.device, self.dtype)
 
     def _joined(self, name: str, weights: list[QTensor | torch.Tensor]) -> torch.Tensor | PackedWeight | QTensor:
         packed: list[PackedWeight] = []
@@ -309,10 +349,8 @@ class _Graph:
     replay: Callable[[], None]
 
 
-_IN_PRODUCTS = tuple(f".{part}.weight" for parts in (*_FUSED.values(), ("self_attn.o_proj",
-                                                                        "mlp.down_proj")) for part in parts) + (
-    "lm_head.weight",
-)
+_IN_PRODUCTS = tuple(f"{part}.weight" for part in (*(f".{p}" for ps in _FUSED.values() for p in ps), *(f".{p}" for p in _SINGLE),
+                                                   "lm_head"))
 
 
 def unsuited(config: ModelConfig, device: torch.device) -> str:
