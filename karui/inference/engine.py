@@ -37,7 +37,7 @@ from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.rope import context_limit
 from karui.inference.models.weights import Weights, expected_shapes
 from karui.inference.requests import GREEDY, Delta, FinishReason, Output, Request, SamplingParams, TokenLogprob
-from karui.inference.sampling import logprobs_of, sample, sample_rows
+from karui.inference.sampling import logprobs_of, sample, sample_on_device, sample_rows
 from karui.inference.scheduler import Plan, Scheduler, Work
 from karui.inference.scheduler import Sequence as Tokens
 from karui.inference.speculate import Speculation, rows_of
@@ -488,7 +488,7 @@ class Engine:
                 draws.append((live.params, live.seed, len(s.tokens)))
             row += 1
         if found:
-            rows.drawn = dict(zip(found, sample_rows(rows.take(found), draws), strict=True))
+            rows.draw(found, draws)
 
     def _settle_row(self, live: Live, rows: _Rows, row: int) -> list[int]:
         """The next token of one continuation; more continuations or beams where the request wants them."""
@@ -496,8 +496,9 @@ class Engine:
         if rows.bad[row]:
             self._end_group(group, "error", NOT_NUMBERS)
             return []
-        if live.fast:
-            token = rows.best[row]
+        forks = params.n > 1 and len(group.lives) == 1  # the prompt is computed: the others share its blocks
+        if live.fast or (row in rows.drawn and params.logprobs is None and not forks):
+            token = rows.best[row] if live.fast else rows.drawn[row][0]
             s.tokens.append(token)
             self._emit(live, [token], None)
             return [token]
@@ -507,7 +508,7 @@ class Engine:
                 self._advance_beams(group, group.beams)
             return []
         siblings = [live]
-        if params.n > 1 and len(group.lives) == 1:  # the prompt is computed: the others share its blocks
+        if forks:
             siblings += [self._fork(live, index, s.tokens) for index in range(1, params.n)]
         first = 0
         for sibling in siblings:
@@ -762,7 +763,7 @@ class _Rows:
         self.output = output
         self.drawn: dict[int, tuple[int, float]] = {}
         logits = output.logits
-        if logits.is_cuda:
+        if self.on_gpu:
             top = logits.max(-1)
             self.best, self.bad = top.indices.tolist(), top.values.isnan().tolist()
             return
@@ -773,8 +774,24 @@ class _Rows:
     def numpy(self, row: int) -> np.ndarray:
         return self.output.logits[row].cpu().numpy()
 
+    def draw(self, rows: list[int], draws: list[tuple[SamplingParams, int, int]]) -> None:
+        """Draw a token for each of `rows`; on a GPU there, without its probability, where no logprob is wanted."""
+        there = [i for i, (params, _, _) in enumerate(draws) if self.on_gpu and params.logprobs is None]
+        if there:
+            tokens = sample_on_device(self.output.logits[[rows[i] for i in there]], [draws[i] for i in there])
+            self.drawn = {rows[i]: (token, float("nan")) for i, token in zip(there, tokens, strict=True)}
+        rest = {row: draw for row, draw in zip(rows, draws, strict=True) if row not in self.drawn}
+        if rest:
+            self.drawn |= dict(zip(rest, sample_rows(self.take(list(rest)), list(rest.values())), strict=True))
+
     def take(self, rows: list[int]) -> np.ndarray:
-        return self.output.logits.cpu().numpy()[rows if len(rows) < len(self.best) else slice(None)]
+        if self.on_gpu:
+            return self.output.logits[rows].cpu().numpy()
+        return self.output.logits.numpy()[rows if len(rows) < len(self.best) else slice(None)]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.output.logits.is_cuda
 
     def many(self, rows: slice) -> np.ndarray:
         return self.output.logits[rows].cpu().numpy()

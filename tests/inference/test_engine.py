@@ -304,3 +304,29 @@ def test_memory_is_planned_in_words():
 def test_sampling_limits(wrong):
     with pytest.raises(KaruiError, match="sampling: "):
         SamplingParams(**wrong)
+
+
+def test_drawing_where_the_logits_are(monkeypatch):
+    """As on a GPU: rows are drawn by `kernels.sampling`, each by its own seed and place; with logprobs, by the plain sampler."""
+    from karui.inference import engine as module
+
+    plain = engine_of()[1]
+    monkeypatch.setattr(module._Rows, "on_gpu", True)
+    _, engine = engine_of(max_sequences=3)
+    texts = prompts(5)
+    hot = [SamplingParams(max_tokens=9, temperature=1.3, top_k=40, top_p=0.9, seed=i) for i in range(5)]
+    requests = [Request(prompt=t, params=p) for t, p in zip(texts, hot, strict=True)]
+    together = [o.token_ids for o in engine.generate(requests)]
+    assert together == [engine.generate(r)[0].token_ids for r in requests]
+    assert len({tuple(t) for t in together}) == 5
+    # one candidate leaves nothing to draw; forks and logprobs keep working beside
+    narrow = SamplingParams(max_tokens=6, temperature=1.0, top_k=1, n=2)
+    out = engine.generate([texts[0]], narrow)[0]
+    monkeypatch.setattr(module._Rows, "on_gpu", False)
+    want = plain.generate([texts[0]], SamplingParams(max_tokens=6))[0].token_ids
+    assert [c.token_ids for c in out.completions] == [want, want]
+    monkeypatch.setattr(module._Rows, "on_gpu", True)
+    logged = SamplingParams(max_tokens=6, temperature=1.0, seed=4, logprobs=2)
+    got = engine.generate([texts[1]], logged)[0].completions[0]
+    monkeypatch.setattr(module._Rows, "on_gpu", False)
+    assert got.token_ids == plain.generate([texts[1]], logged)[0].token_ids and len(got.logprobs) == 6
