@@ -18,7 +18,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,15 +64,12 @@ def write_checkpoint(run: Path, step: int, state: Mapping[str, Any], optimizer: 
 
     final = run / f"checkpoint-{step:06d}"
     scratch = run / f".{final.name}.tmp{os.getpid()}"
-    try:
+    with writing(run, f"checkpoint at step {step}", scratch):
         scratch.mkdir(parents=True)
         save_weights(scratch)
         save_file({k: v.detach().cpu().contiguous() for k, v in optimizer.items()}, str(scratch / OPTIMIZER))
         files = {p.relative_to(scratch).as_posix(): sha256(p) for p in sorted(scratch.rglob("*")) if p.is_file()}
         _complete(scratch, final, {"format": FORMAT, "step": step, "files": files, **state}, keep)
-    except Exception as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise _unwritten(run, step, error) from error
     return final
 
 
@@ -86,7 +84,7 @@ def write_sharded(run: Path, step: int, state: Mapping[str, Any], held: dict[str
     if main:
         shutil.rmtree(scratch, ignore_errors=True)
     accelerator.wait_for_everyone()
-    try:
+    with writing(run, f"checkpoint at step {step}", scratch if main else None):
         (scratch / shards.FOLDER).mkdir(parents=True, exist_ok=True)
         shards.write(scratch, held)
         own = (scratch / shards.FOLDER).glob(f"shard-{accelerator.process_index + 1:05d}-*")
@@ -97,10 +95,6 @@ def write_sharded(run: Path, step: int, state: Mapping[str, Any], held: dict[str
             for part in parts:
                 files |= part
             _complete(scratch, final, {"format": FORMAT, "step": step, "files": files, **state}, keep)
-    except Exception as error:
-        if main:
-            shutil.rmtree(scratch, ignore_errors=True)
-        raise _unwritten(run, step, error) from error
     accelerator.wait_for_everyone()
 
 
@@ -114,13 +108,23 @@ def _complete(scratch: Path, final: Path, state: Mapping[str, Any], keep: int) -
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _unwritten(run: Path, step: int, error: Exception) -> Exception:
-    """What to raise when a checkpoint could not be written: a disk's error with what to do, any other as it is."""
-    if not _is_io(error):
-        return error
-    older = list_checkpoints(run)
-    rest = f"{older[-1].name} is whole; make room and go on from it with --resume" if older else "make room and start again"
-    return KaruiError(f"checkpoint at step {step} could not be written to {run}: {error}; {rest}.")
+@contextmanager
+def writing(run: Path, what: str, scratch: Path | None = None) -> Iterator[None]:
+    """Within, `what` is written into a run folder; if that fails `scratch` is removed, and a disk's error says how to go on.
+
+    Raises:
+        KaruiError: the disk is full or not writable.
+    """
+    try:
+        yield
+    except Exception as error:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        if not _is_io(error):
+            raise
+        older = list_checkpoints(run)
+        rest = f"{older[-1].name} is whole; make room and go on from it with --resume" if older else "make room and start again"
+        raise KaruiError(f"{what} could not be written to {run}: {error}; {rest}.") from error
 
 
 def list_checkpoints(run: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
+from karui.trainers.checkpoint import writing
 from karui.trainers.context import data_ranks
 from karui.trainers.data import PackedBatch, SampleSet, collate, plan_epoch
 from karui.trainers.progress import Progress, memory_bytes
@@ -223,9 +224,10 @@ class Loop:
         return mean
 
     def _write(self, values: dict[str, Any]) -> None:
-        if self.accelerator.is_main_process:
-            with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
+        if not self.accelerator.is_main_process:
+            return
+        with writing(self.folder, "log.jsonl"), (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
 
     def _on_signal(self, name: str) -> None:
         self.interrupted = name

@@ -141,7 +141,8 @@ def _run(
     elif start is not None:
         laid.restore(tensors, str(start))
     if main:
-        _open_folder(folder, recipe, keep_steps=state.step if start is not None else None)
+        with ckpt.writing(folder, "the run's files"):
+            _open_folder(folder, recipe, keep_steps=state.step if start is not None else None)
     accelerator.wait_for_everyone()
 
     def save(now: LoopState) -> None:
@@ -358,22 +359,24 @@ def load_weights(setup: Setup, folder: Path, *, sharded: bool = False) -> None:
 
 def _finish(setup: Setup, folder: Path, metrics: dict[str, Any]) -> None:
     from karui.adapters.files import replace_folder
+    from karui.trainers.checkpoint import writing
     from karui.trainers.converted import save_converted
 
     scratch = folder / f".final.tmp{os.getpid()}"
-    scratch.mkdir(parents=True, exist_ok=True)
     on_grid = next((stage for stage in setup.stages if stage.is_on_grid), None)
-    if stage := _adapter_stage(setup):
-        stage.save(setup.model, scratch)
-    else:
-        quantized = on_grid.convert(setup.model) if on_grid is not None else {}
-        for stage in reversed(setup.stages):
-            stage.finish(setup.model)
-        save_converted(setup.model, quantized, scratch)
-        setup.objective.save(scratch)
-        setup.tokenizer.save_pretrained(str(scratch))
-    replace_folder(scratch, folder / "final")
-    write_json(folder / "metrics.json", metrics)
+    with writing(folder, "the trained weights", scratch):
+        scratch.mkdir(parents=True, exist_ok=True)
+        if stage := _adapter_stage(setup):
+            stage.save(setup.model, scratch)
+        else:
+            quantized = on_grid.convert(setup.model) if on_grid is not None else {}
+            for stage in reversed(setup.stages):
+                stage.finish(setup.model)
+            save_converted(setup.model, quantized, scratch)
+            setup.objective.save(scratch)
+            setup.tokenizer.save_pretrained(str(scratch))
+        replace_folder(scratch, folder / "final")
+        write_json(folder / "metrics.json", metrics)
 
 
 def _open_folder(folder: Path, recipe: Recipe, keep_steps: int | None) -> None:

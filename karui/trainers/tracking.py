@@ -61,7 +61,6 @@ def start(accelerator: Accelerator, recipe: Recipe, folder: Path) -> str:
         error = _init_wandb(accelerator, recipe, where, mode)
     if error:
         logger.warning("W&B cannot be used (%s); metrics go to the run folder only", error)
-        accelerator.trackers = []
         return "metrics: the run folder only (W&B failed)"
     return f"metrics: W&B {mode}{reason}" + (f", {where / 'wandb'}; wandb sync sends it" if mode == "offline" else "")
 
@@ -79,6 +78,7 @@ def _init_wandb(accelerator: Accelerator, recipe: Recipe, folder: Path, mode: st
                    "settings": wandb.Settings(init_timeout=30, console="off")}
         accelerator.init_trackers(track.project, config=recipe.dump(), init_kwargs={"wandb": options})
     except Exception as error:
+        accelerator.trackers = []  # the one that failed is among them, and would be started again
         return error
     return None
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from karui.configs.errors import CorruptError, KaruiError
+from karui.kernels.native import available, train
 from karui.trainers import checkpoint as ckpt
 from karui.trainers.loop import read_log
 from karui.trainers.run import run_recipe
@@ -70,6 +71,23 @@ def test_recompute_and_lean_operations_change_nothing(make_recipe, tmp_path):
     again = run_recipe(make_recipe(run={"recompute": "full", "output": str(tmp_path / "again"), "seed": 3, "threads": 1}))
     for a, b in zip(steps_of(plain.folder), steps_of(again.folder)):
         assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.skipif(not available(), reason="no C++ compiler here")
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_products_in_bf16_follow_fp32(make_recipe, tmp_path, monkeypatch, method):
+    """The first loss of bf16-backward is that of fp32, and of bf16 is not; both learn the same."""
+    monkeypatch.setattr(train, "SMALLEST", 0)
+
+    def losses(matmul):
+        made = make_recipe(prepare=[] if method == "full" else [{"method": method, "rank": 4, "alpha": 8}],
+                           optim={"lr": 1e-3, "batch": 4, "steps": 4},
+                           run={"matmul": matmul, "output": str(tmp_path / matmul)}).model_copy(update={"eval": None})
+        return [loss for _, loss, *_ in steps_of(run_recipe(made).folder)]
+
+    exact, backward, every = (losses(m) for m in ("fp32", "bf16-backward", "bf16"))
+    assert backward[0] == exact[0] and every[0] != exact[0]
+    assert backward[1:] != exact[1:] and backward == pytest.approx(exact, rel=2e-4) and every == pytest.approx(exact, rel=5e-3)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -192,6 +210,28 @@ def test_a_full_disk_while_saving_keeps_the_old_checkpoint(tmp_path):
     ckpt.read_checkpoint(tmp_path / "checkpoint-000001")
 
 
+def test_a_full_disk_elsewhere_says_how_to_go_on_and_going_on_works(make_recipe, monkeypatch):
+    from karui.trainers import converted
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    recipe = make_recipe(prepare=[], run={"checkpoint_every": 3})
+    with monkeypatch.context() as patch:
+        patch.setattr(converted, "save_converted", full)
+        with pytest.raises(KaruiError, match="the trained weights could not be written.*checkpoint-000006 is whole; make room"):
+            run_recipe(recipe)
+    log = recipe.output / "log.jsonl"
+    assert {p.name for p in recipe.output.iterdir()} == {"checkpoint-000003", "checkpoint-000006", "log.jsonl", "recipe.json"}
+    kept = log.rename(log.with_suffix(".kept"))
+    log.symlink_to("/dev/full")
+    with pytest.raises(KaruiError, match="log.jsonl could not be written.*checkpoint-000006 is whole"):
+        run_recipe(recipe, resume=recipe.output / "checkpoint-000003")
+    log.unlink()
+    kept.rename(log)
+    assert run_recipe(recipe, resume=True).final.is_dir() and len(steps_of(recipe.output)) == 6
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_five_in_a_row_stop_the_run(make_recipe, monkeypatch):
     from karui.trainers import model
 
@@ -307,10 +347,15 @@ def test_wandb_offline_files_hold_preflight_answers_and_the_bundle(make_recipe, 
     assert {"manifest.json", "tokenizer.json"} <= names and any(n.endswith(".safetensors") for n in names)
 
 
-def test_wandb_failing_does_not_stop_training(make_recipe, monkeypatch):
+@pytest.mark.parametrize("reachable", ["never", "offline"])
+def test_wandb_failing_does_not_stop_training(make_recipe, monkeypatch, reachable):
     import wandb
 
-    def broken(*args, **kwargs):
+    init = wandb.init
+
+    def broken(*args, mode, **kwargs):
+        if mode == reachable:
+            return init(*args, mode=mode, **kwargs)
         raise wandb.errors.CommError("no route")
 
     monkeypatch.setattr(wandb, "init", broken)
@@ -318,6 +363,7 @@ def test_wandb_failing_does_not_stop_training(make_recipe, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     result = run_recipe(make_recipe(track={"to": "wandb"}))
     assert result.metrics["steps"] == 6 and result.final.is_dir()
+    assert len(list(result.folder.rglob("*.wandb"))) == (reachable == "offline")
 
 
 def test_tensorboard_files_hold_every_step(make_recipe):
