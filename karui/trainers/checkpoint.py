@@ -42,7 +42,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _FREE = {"name", "track", "export", "eval", "run.output", "run.checkpoint_every", "run.keep", "run.eval_every", "run.log_every",
          "run.checkpoint", "run.timeout", "data.workers"}
 # what changes only the order of floating-point sums
-_ROUNDING = {"optim.micro_tokens", "objective.chunk_tokens", "run.recompute", "run.threads", "run.sharding",
+_ROUNDING = {"optim.micro_tokens", "objective.chunk_tokens", "run.recompute", "run.threads", "run.matmul", "run.sharding",
              "run.context_parallel", "data.packing"}
 
 

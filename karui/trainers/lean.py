@@ -4,6 +4,7 @@
     gated MLP   keeps gate and up; with an adapter on down_proj not even their product
     attention   takes q, k, v as projected and rotates them on the way
     last layer  after its attention only the rows that carry loss go on: nothing else looks at them
+    linear      a trained one in bf16 where `run.matmul` asks for it
 
 A module is swapped when it computes the same values on a probe, not because of its name, so an architecture with another
 definition (a norm that adds 1 to its weight, partial rotary embedding, post-norms) keeps its own.
@@ -20,6 +21,8 @@ import torch
 from torch import nn
 
 from karui.kernels.document_attention import document_attention, rotate
+from karui.kernels.linear import linear
+from karui.kernels.matmul import current_precision
 from karui.kernels.rms_norm import rms_norm
 from karui.kernels.swiglu import swiglu
 from karui.trainers.context import context_attention
@@ -60,6 +63,17 @@ class LeanGate:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = self.mlp.gate_proj(x), self.mlp.up_proj(x), self.mlp.down_proj
         return down.gated(gate, up) if hasattr(down, "gated") else down(swiglu(gate, up))
+
+
+class LeanLinear:
+    def __init__(self, module: nn.Linear) -> None:
+        self.module, self.own = module, module.forward
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        m = self.module
+        if current_precision() == "fp32" or x.dtype != m.weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return self.own(x)
+        return linear(x, m.weight, m.bias)
 
 
 class LeanAttention:
@@ -179,6 +193,10 @@ def _layer_fits(module: Any, config: Any) -> bool:
     return fits
 
 
+def _linear_fits(module: Any, config: Any) -> bool:
+    return type(module) is nn.Linear and module.weight.requires_grad and module.weight.dtype == torch.float32
+
+
 def _probe(attention: Any, config: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Hidden states [1, 3, H], a rotation, and one document's borders."""
     like = next(chain(attention.parameters(), attention.buffers()))  # on a grid its linears hold buffers only
@@ -209,5 +227,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=tolerance, atol=tolerance))
 
 
-_KINDS: dict[str, Any] = {"rms_norm": _norm_fits, "swiglu": _gate_fits, "attention": _attention_fits, "last_layer": _layer_fits}
-_FORMS: dict[str, Any] = {"rms_norm": LeanNorm, "swiglu": LeanGate, "attention": LeanAttention, "last_layer": LeanLastLayer}
+_KINDS: dict[str, Any] = {"rms_norm": _norm_fits, "swiglu": _gate_fits, "attention": _attention_fits, "last_layer": _layer_fits,
+                          "linear": _linear_fits}
+_FORMS: dict[str, Any] = {"rms_norm": LeanNorm, "swiglu": LeanGate, "attention": LeanAttention, "last_layer": LeanLastLayer,
+                          "linear": LeanLinear}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from karui.configs.errors import KaruiError
+from karui.kernels.linear import linear
 from karui.kernels.lora import gated_lora_linear, lora_linear
 from karui.kernels.matmul import add_matmul, current_precision, low_rank_matmul, matmul, matmul_precision
 from karui.kernels.native import available, isas
@@ -61,7 +62,7 @@ def test_products_of_bf16_operands(isa, kind):
                     out = torch.ones(m, n)
                     assert close(add_matmul(out, a, b), want + 1, 4 * k), (m, n, k)
                     u, v = operands(k, 5, n, kind, seed=1)
-                    low = a.double() @ u.double()
+                    low = a.bfloat16().double() @ u.bfloat16().double()
                     assert close(low_rank_matmul(a, b, u, v, 1.0)[0], want + low @ v.double(), 16 * k), (m, n, k)
 
 
@@ -147,6 +148,24 @@ def test_lora_gradients_equal_float64(isa, gated, precision, tolerance):
     for i, (got, want) in enumerate(zip(found, grads(torch.float64))):
         largest = (tolerance if i else 1e-5) * float(want.abs().max())  # the output itself is never rounded
         assert float((got.double() - want).abs().max()) < largest
+
+
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16-backward", 1e-2), ("bf16", 2e-2)])
+def test_a_trained_linear(isa, precision, tolerance):
+    g = torch.Generator().manual_seed(3)
+    x, w, bias = (torch.randn(*shape, generator=g) for shape in ((2, 20, 64), (96, 64), (96,)))
+
+    def grads(dtype, form):
+        t = [v.to(dtype, copy=True).requires_grad_() for v in (x, w, bias)]
+        out = form(*t)
+        out.pow(2).sum().backward()
+        return [out.detach(), *(v.grad for v in t)]
+
+    with matmul_precision(precision):
+        found = grads(torch.float32, linear)
+    for i, (got, want) in enumerate(zip(found, grads(torch.float64, torch.nn.functional.linear))):
+        within = 1e-5 if i == 0 and precision != "bf16" else tolerance
+        assert float((got.double() - want).abs().max()) < within * float(want.abs().max())
 
 
 def test_what_the_kernel_does_not_take_goes_to_torch(isa):

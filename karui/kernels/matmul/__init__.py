@@ -80,7 +80,7 @@ def add_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, backward:
 def low_rank_matmul(
     x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scaling: float, *, backward: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x w + low v, low) with low = scaling x u. The update is computed in fp32 whatever x w is.
+    """(x w + low v, low) with low = scaling x u. The update is added in fp32 whatever x w is.
 
     Args:
         x, w: [m, k] and [k, n].

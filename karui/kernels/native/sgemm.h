@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <memory>
 #include <new>
-#include <type_traits>
 
 #include "parallel.h"
 #include "simd.h"
@@ -240,22 +239,19 @@ void product(Gomp gomp, int threads, int m, int n, int k, Matrix a, Matrix b, fl
     }
 }
 
-// out [m, n] = x [m, k] w [k, n] + low v [r, n], with low [m, r] = scaling x u [k, r]: a linear with a low-rank update. low is
-// added while out is in the cache. Whatever P is, the update is computed in fp32: it is small, and what it learns is smaller.
+// out [m, n] = x [m, k] w [k, n] + low v [r, n], with low [m, r] = scaling x u [k, r]: a linear with a low-rank update. x is packed
+// once for both, and low is added, in fp32, while out is in the cache.
 template <class P>
 void low_rank(Gomp gomp, int threads, int m, int n, int k, int r, Matrix x, Matrix w, Matrix u, Matrix v, float scaling, float* low,
               float* out) {
-    thread_local Scratch scratch, exact_scratch, low_scratch;
+    thread_local Scratch scratch, low_scratch;
     const Left<P> left = pack_left<P>(gomp, threads, m, k, x, scratch);
-    Left<Fp32> exact;
-    if constexpr (std::is_same_v<P, Fp32>) exact = left;
-    else exact = pack_left<Fp32>(gomp, threads, m, k, x, exact_scratch);
-    const int parts = std::min(threads, exact.panels), each = (exact.panels + parts - 1) / parts;
+    const int parts = std::min(threads, left.panels), each = (left.panels + parts - 1) / parts;
     parallel(gomp, threads, parts, [&](int t) {
-        const Range panels{t * each, std::min(exact.panels, (t + 1) * each)};
+        const Range panels{t * each, std::min(left.panels, (t + 1) * each)};
         if (panels.first >= panels.last) return;
-        block(exact, u, r, panels, {0, r}, low, r, false, own_scratch());
-        for (int64_t i = (int64_t)panels.first * exact.rows * r; i < (int64_t)std::min(m, panels.last * exact.rows) * r; i++) low[i] *= scaling;
+        block(left, u, r, panels, {0, r}, low, r, false, own_scratch());
+        for (int64_t i = (int64_t)panels.first * left.rows * r; i < (int64_t)std::min(m, panels.last * left.rows) * r; i++) low[i] *= scaling;
     });
     const Left<Fp32> added = pack_left<Fp32>(gomp, 1, m, r, {low, r, 1}, low_scratch);
     const Cut cut(threads, n, left.panels);

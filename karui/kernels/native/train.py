@@ -128,7 +128,7 @@ def low_rank(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x w + low v [m, n], low = scaling x u [m, r]) of x [m, k], w [k, n], u [k, r], v [r, n]; any strides.
 
-    With bf16, x and w are rounded to it for their own product; low is computed and added in fp32.
+    With bf16, x, w and u are rounded to it; low v is computed and added in fp32.
     """
     library = _loaded()
     out, low = x.new_empty(x.shape[0], w.shape[1]), x.new_empty(x.shape[0], u.shape[1])
