@@ -19,6 +19,7 @@ from torch import nn
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
+from karui.kernels.linear import linear
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import StraightThrough, quantize
 from karui.qat.activations import fake_quantize_tokens
@@ -87,7 +88,7 @@ class QATLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.input_quantizer is not None:
             x = self.input_quantizer(x)
-        return nn.functional.linear(x, self.weight_quantizer(self.weight), self.bias)
+        return linear(x, self.weight_quantizer(self.weight), self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, grid={self.weight_quantizer.spec}"

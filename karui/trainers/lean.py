@@ -4,7 +4,7 @@
     gated MLP   keeps gate and up; with an adapter on down_proj not even their product
     attention   takes q, k, v as projected and rotates them on the way
     last layer  after its attention only the rows that carry loss go on: nothing else looks at them
-    linear      a trained one in bf16 where `run.matmul` asks for it
+    linear      in bf16 where `run.matmul` asks for it
 
 A module is swapped when it computes the same values on a probe, not because of its name, so an architecture with another
 definition (a norm that adds 1 to its weight, partial rotary embedding, post-norms) keeps its own.
@@ -22,7 +22,6 @@ from torch import nn
 
 from karui.kernels.document_attention import document_attention, rotate
 from karui.kernels.linear import linear
-from karui.kernels.matmul import current_precision
 from karui.kernels.rms_norm import rms_norm
 from karui.kernels.swiglu import swiglu
 from karui.trainers.context import context_attention
@@ -67,13 +66,10 @@ class LeanGate:
 
 class LeanLinear:
     def __init__(self, module: nn.Linear) -> None:
-        self.module, self.own = module, module.forward
+        self.module = module
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        m = self.module
-        if current_precision() == "fp32" or x.dtype != m.weight.dtype or torch.is_autocast_enabled(x.device.type):
-            return self.own(x)
-        return linear(x, m.weight, m.bias)
+        return linear(x, self.module.weight, self.module.bias)
 
 
 class LeanAttention:
@@ -194,7 +190,7 @@ def _layer_fits(module: Any, config: Any) -> bool:
 
 
 def _linear_fits(module: Any, config: Any) -> bool:
-    return type(module) is nn.Linear and module.weight.requires_grad and module.weight.dtype == torch.float32
+    return type(module) is nn.Linear and module.weight.dtype == torch.float32
 
 
 def _probe(attention: Any, config: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A trained linear as one autograd node over `karui.kernels.matmul`, so that `matmul_precision` governs its three products."""
+"""A linear as one autograd node over `karui.kernels.matmul`, so that `matmul_precision` governs its three products."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from typing import Any
 
 import torch
 
-from karui.kernels.matmul import matmul
+from karui.kernels.matmul import current_precision, matmul
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """y = x W^T + bias [..., out] of x [..., in], W [out, in] and bias [out] or None; all get gradients."""
+    """y = x W^T + bias [..., out] of x [..., in], W [out, in] and bias [out] or None; each gets the gradient it asks for.
+
+    torch's own where precision is fp32, under autocast, and for operands of two dtypes.
+    """
+    if current_precision() == "fp32" or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+        return torch.nn.functional.linear(x, weight, bias)
     out: torch.Tensor = _Linear.apply(x, weight, bias)
     return out
 
