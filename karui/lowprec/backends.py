@@ -18,15 +18,13 @@ import torch
 from karui.configs.errors import UnsupportedError
 from karui.kernels.gemm_fp8 import gemm_fp8
 from karui.kernels.gemm_mx import gemm_mx
-from karui.kernels.quantize.elements import pack_pairs
 from karui.kernels.quantize.fused import exact_product
-from karui.kernels.quantize.microscaling import BLOCK as MX_BLOCK
 from karui.kernels.quantize.microscaling import Microscaled
 from karui.kernels.quantize.nvfp4 import Nvfp4
 from karui.kernels.quantize.scaled_float8 import ScaledFloat8
 from karui.kernels.train_quantize import Coded as PackedCodes
 from karui.kernels.triton_support import obstacle as triton_obstacle
-from karui.lowprec.operand import Coded, High, Values, as_values
+from karui.lowprec.operand import Coded, High, Values, as_values, packed
 from karui.lowprec.precision import Precision
 
 
@@ -79,8 +77,9 @@ def multiply(a: Coded, b: Coded, backend: str, dtype: torch.dtype) -> torch.Tens
         return _scaled_mm(a, b, dtype)
     if backend == "triton" and isinstance(a, ScaledFloat8) and isinstance(b, ScaledFloat8):
         return gemm_fp8(a, b, dtype, backend="triton")
-    if backend == "triton" and isinstance(a, (Microscaled, Nvfp4)) and isinstance(b, (Microscaled, Nvfp4)):
-        return gemm_mx(_packed(a), _packed(b), dtype, backend="triton")
+    blocks = (Microscaled, Nvfp4, PackedCodes)
+    if backend == "triton" and isinstance(a, blocks) and isinstance(b, blocks):
+        return gemm_mx(packed(a), packed(b), dtype, backend="triton")
     return _emulate(as_values(a), as_values(b)).to(dtype)
 
 
@@ -115,17 +114,6 @@ def _scaled_mm(a: ScaledFloat8, b: ScaledFloat8, dtype: torch.dtype) -> torch.Te
         left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32 if dtype == torch.float32 else dtype
     )
     return out[:, :cols]
-
-
-def _packed(q: Microscaled | Nvfp4) -> PackedCodes:
-    """The layout of karui's kernels: two 4-bit codes a byte, K padded with zero codes to whole blocks."""
-    tile = q.tile if isinstance(q, Nvfp4) else (1, MX_BLOCK)
-    codes = q.codes.contiguous()
-    if codes.dtype == torch.uint8:
-        codes = pack_pairs(_pad(codes, 0, -codes.shape[1] % tile[1]))
-    scale = q.scale if isinstance(q, Nvfp4) else q.exponent
-    shape = (q.codes.shape[0], q.codes.shape[1])
-    return PackedCodes(codes, scale.contiguous(), tile, shape, q.global_scale if isinstance(q, Nvfp4) else None)
 
 
 def _pad(codes: torch.Tensor, rows: int, cols: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 from karui.kernels.quantize.compat import Compat
 from karui.kernels.quantize.fused import NoiseKey
 from karui.lowprec.backends import multiply
-from karui.lowprec.operand import Coded, encode, largest, rebuild, tensors_of, transpose, values
+from karui.lowprec.operand import Coded, encode, encode_both, largest, rebuild, tensors_of, transpose, values
 from karui.lowprec.precision import GEMMS, Gemm, GemmFormat, Operand, Precision
 from karui.lowprec.state import LowPrecisionState, keep_dtypes
 
@@ -201,16 +201,17 @@ class _LowPrecisionGemms(torch.autograd.Function):
         if ctx.training:
             ctx.state.record(plan.layer, 2, amax)
         dx = dw = None
+        both = _both_of_dy(dy, plan, step) if ctx.needs_input_grad[0] and ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             left, right = plan.operands["dgrad"]
-            a, _ = _operand(dy, left, plan, "dgrad", amax=amax, scale=scale[2], step=step)
+            a = both[0] if both else _operand(dy, left, plan, "dgrad", amax=amax, scale=scale[2], step=step)[0]
             b = ctx.module.kept("dgrad")
             if b is None:
                 b, _ = _operand(w.t(), right, plan, "dgrad", scale=scale[1])
             dx = multiply(a, b, plan.backend, dy.dtype)
         if ctx.needs_input_grad[1]:
             left, right = plan.operands["wgrad"]
-            a, _ = _operand(dy.t(), left, plan, "wgrad", amax=amax, scale=scale[2], step=step)
+            a = both[1] if both else _operand(dy.t(), left, plan, "wgrad", amax=amax, scale=scale[2], step=step)[0]
             if ctx.like is not None:
                 b = transpose(rebuild(ctx.like, dict(zip(tensors_of(ctx.like), saved))))
             else:
@@ -239,12 +240,25 @@ def _operand(
     step: torch.Tensor | None = None, keep: bool = False,
 ) -> tuple[Coded, Coded | None]:  # fmt: skip
     """(what the backend multiplies, the codes where `keep` asks for them)."""
-    noise = None
-    if operand.stochastic:
-        assert step is not None
-        noise = NoiseKey(plan.seed, step, plan.layer, _NOISE[gemm])
+    noise = _noise_of(operand, plan, gemm, step)
     how: dict[str, Any] = dict(compat=plan.library[gemm], amax=amax, scale=scale, noise=noise)
     if plan.backend == "emulate":
         return values(x, operand, keep=keep, **how)
     coded = encode(x, operand, **how)
     return coded, coded
+
+
+def _noise_of(operand: Operand, plan: Plan, gemm: Gemm, step: torch.Tensor | None) -> NoiseKey | None:
+    if not operand.stochastic:
+        return None
+    assert step is not None
+    return NoiseKey(plan.seed, step, plan.layer, _NOISE[gemm])
+
+
+def _both_of_dy(dy: torch.Tensor, plan: Plan, step: torch.Tensor) -> tuple[Coded, Coded] | None:
+    """dy for dgrad and dy^T for wgrad from one reading, where a kernel does it."""
+    if plan.backend == "emulate":
+        return None
+    (rows, _), (cols, _) = plan.operands["dgrad"], plan.operands["wgrad"]
+    noise = _noise_of(rows, plan, "dgrad", step), _noise_of(cols, plan, "wgrad", step)
+    return encode_both(dy, rows, cols, compat=(plan.library["dgrad"], plan.library["wgrad"]), noise=noise)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from karui.kernels.quantize.compat import Compat, has_mantissa, spread
-from karui.kernels.quantize.elements import E2M1, E4M3, ELEMENTS, Element
+from karui.kernels.quantize.elements import E2M1, E4M3, ELEMENTS, Element, pack_pairs, unpack_pairs
 from karui.kernels.quantize.elements import decode as decode_codes
 from karui.kernels.quantize.fused import NoiseKey, scaled_codes, scaled_values, tile_amax
 from karui.kernels.quantize.microscaling import BLOCK, Microscaled, e8m0_value, multiplier, quantize_mx, scale_exponent
@@ -16,7 +16,8 @@ from karui.kernels.quantize.nvfp4 import TILES as FP4_TILES
 from karui.kernels.quantize.nvfp4 import Nvfp4, block_scales, global_scale, quantize_nvfp4, random_hadamard
 from karui.kernels.quantize.scaled_float8 import TILES as FP8_TILES
 from karui.kernels.quantize.scaled_float8 import ScaledFloat8, quantize_float8, tile_scales
-from karui.kernels.train_quantize import quantize_both
+from karui.kernels.train_quantize import Coded as PackedCodes
+from karui.kernels.train_quantize import Noise, quantize_both
 from karui.kernels.triton_support import obstacle
 from karui.lowprec.precision import Operand
 
@@ -46,7 +47,8 @@ class Values:
         return self.value if self.scale is None else self.value * self.scale
 
 
-Coded = High | Values | ScaledFloat8 | Microscaled | Nvfp4
+Coded = High | Values | ScaledFloat8 | Microscaled | Nvfp4 | PackedCodes
+"""`PackedCodes`: MXFP4 and NVFP4 as the kernels give and take them, two codes a byte."""
 
 
 def encode(
@@ -67,8 +69,8 @@ def encode(
     """
     if operand.format == "high":
         return High(x)
-    if x.is_cuda and not obstacle(x.device) and operand.format in ("e4m3", "e5m2", "mxfp8"):
-        return encode_by_kernel(x, operand, compat=compat, amax=amax, scale=scale)
+    if _kernel_codes(x, operand, compat):
+        return encode_by_kernel(x, operand, compat=compat, amax=amax, scale=scale, noise=noise)
     if operand.hadamard:
         x, amax = random_hadamard(x), None
     if not operand.tensor_scale:
@@ -96,18 +98,78 @@ def _no_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     return torch.full((), NVFP4_LARGEST, device=x.device)
 
 
+def _kernel_codes(x: torch.Tensor, operand: Operand, compat: Compat) -> bool:
+    """Whether `train_quantize` makes this operand's codes here: on a GPU; NVFP4 as TransformerEngine has it."""
+    if not x.is_cuda or obstacle(x.device):
+        return False
+    return operand.format != "nvfp4" or (compat == "te" and operand.tensor_scale)
+
+
 def encode_by_kernel(x: torch.Tensor, operand: Operand, *, compat: Compat, amax: torch.Tensor | None = None,
-                     scale: torch.Tensor | None = None) -> Coded:  # fmt: skip
-    """`encode` of 8-bit formats in one or two passes over `x` (`train_quantize`), the same bits."""
+                     scale: torch.Tensor | None = None, noise: NoiseKey | None = None) -> Coded:  # fmt: skip
+    """`encode` in one or two passes over `x` (`train_quantize`), the same bits; the 4-bit formats as `PackedCodes`."""
     given = None
     if operand.delayed and scale is not None:
         given = _given(x, ELEMENTS[operand.format], compat, amax, scale)
-    kind = operand.format if operand.format == "mxfp8" else f"{operand.format}-{operand.tile}"
-    coded, _ = quantize_both(x, kind, cols=False, compat=compat, scale=given)
+    if operand.hadamard:  # the kernel transforms what it turns
+        _, coded = quantize_both(x.t(), _kind(operand), rows=False, compat=compat, hadamard=True, col_noise=_noise(noise))
+    else:
+        coded, _ = quantize_both(x, _kind(operand), cols=False, compat=compat, scale=given, row_noise=_noise(noise))
     assert coded is not None
-    if operand.format == "mxfp8":
+    return _of_kernel(coded)
+
+
+def encode_both(x: torch.Tensor, rows: Operand, cols: Operand, *, compat: tuple[Compat, Compat],
+                noise: tuple[NoiseKey | None, NoiseKey | None]) -> tuple[Coded, Coded] | None:  # fmt: skip
+    """`encode` of `x` [M, K] as `rows` and of its transpose as `cols` from one reading (dy of dgrad and wgrad); None where the
+    two differ in more than the kernel's columns may, or no kernel serves them."""
+    alike = _kind(rows) == _kind(cols) and compat[0] == compat[1] and rows.tensor_scale == cols.tensor_scale
+    alike = alike and rows.delayed == cols.delayed
+    if not alike or rows.format == "high" or rows.delayed or rows.hadamard or not _kernel_codes(x, rows, compat[0]):
+        return None
+    one, other = quantize_both(x, _kind(rows), compat=compat[0], hadamard=cols.hadamard, row_noise=_noise(noise[0]),
+                               col_noise=_noise(noise[1]))  # fmt: skip
+    assert one is not None and other is not None
+    return _of_kernel(one), _of_kernel(other)
+
+
+def _kind(operand: Operand) -> str:
+    """The operand's name in `train_quantize.KINDS`; "high" has none."""
+    if operand.format in ELEMENTS:
+        return f"{operand.format}-{operand.tile}"
+    return "nvfp4-16x16" if (operand.format, operand.tile) == ("nvfp4", "16x16") else operand.format
+
+
+def _noise(key: NoiseKey | None) -> Noise | None:
+    return None if key is None else Noise(key.seed, key.step, key.layer, key.tensor)
+
+
+def _of_kernel(coded: PackedCodes) -> Coded:
+    if coded.packed:
+        return coded
+    if coded.scale.dtype == torch.uint8:
         return Microscaled(coded.codes, coded.scale, E4M3)
     return ScaledFloat8(coded.codes, coded.scale, coded.tile)
+
+
+def packed(coded: Microscaled | Nvfp4 | PackedCodes) -> PackedCodes:
+    """What `gemm_mx` takes."""
+    if isinstance(coded, PackedCodes):
+        return coded
+    tile = coded.tile if isinstance(coded, Nvfp4) else (1, BLOCK)
+    codes = coded.codes.contiguous()
+    shape = codes.shape[0], codes.shape[1]
+    if codes.dtype == torch.uint8:
+        codes = pack_pairs(torch.nn.functional.pad(codes, (0, -codes.shape[1] % tile[1])))
+    scale = coded.scale if isinstance(coded, Nvfp4) else coded.exponent
+    return PackedCodes(codes, scale.contiguous(), tile, shape, coded.global_scale if isinstance(coded, Nvfp4) else None)
+
+
+def _unpacked(coded: PackedCodes) -> Nvfp4 | Microscaled:
+    codes = unpack_pairs(coded.codes)[:, : coded.shape[1]]
+    if coded.global_scale is None:
+        return Microscaled(codes, coded.scale, E2M1)
+    return Nvfp4(codes, coded.scale, coded.global_scale, coded.tile)
 
 
 def values(
@@ -170,6 +232,8 @@ def as_values(coded: Coded) -> Values:
         return coded
     if isinstance(coded, High):
         return Values(coded.value.float(), exact=False)
+    if isinstance(coded, PackedCodes):
+        return as_values(_unpacked(coded))
     if isinstance(coded, Nvfp4):
         value = decode_codes(coded.codes, E2M1) * spread(coded.scale.float(), *coded.tile, coded.codes.shape)
         return Values(value, (1.0 / coded.global_scale).view(1, 1))
@@ -184,6 +248,10 @@ def transpose(coded: Coded) -> Coded:
         return ScaledFloat8(coded.codes.t(), coded.scale.t(), (coded.tile[1], coded.tile[0]))
     if isinstance(coded, Nvfp4):
         return Nvfp4(coded.codes.t(), coded.scale.t(), coded.global_scale, coded.tile)
+    if isinstance(coded, PackedCodes):
+        turned = transpose(_unpacked(coded))
+        assert isinstance(turned, Nvfp4)
+        return packed(turned)
     assert isinstance(coded, High)
     return High(coded.value.t())
 
@@ -194,9 +262,8 @@ def tensors_of(coded: Coded) -> dict[str, torch.Tensor]:
         return {"value": coded.value}
     if isinstance(coded, Microscaled):
         return {"codes": coded.codes, "exponent": coded.exponent}
-    if isinstance(coded, Nvfp4):
-        return {"codes": coded.codes, "scale": coded.scale, "global_scale": coded.global_scale}
-    return {"codes": coded.codes, "scale": coded.scale}
+    whole = getattr(coded, "global_scale", None)
+    return {"codes": coded.codes, "scale": coded.scale, **({} if whole is None else {"global_scale": whole})}
 
 
 def rebuild(like: Coded, tensors: dict[str, torch.Tensor]) -> Coded:
@@ -207,6 +274,8 @@ def rebuild(like: Coded, tensors: dict[str, torch.Tensor]) -> Coded:
         return Microscaled(tensors["codes"], tensors["exponent"], like.element)
     if isinstance(like, Nvfp4):
         return Nvfp4(tensors["codes"], tensors["scale"], tensors["global_scale"], like.tile)
+    if isinstance(like, PackedCodes):
+        return PackedCodes(tensors["codes"], tensors["scale"], like.tile, like.shape, tensors.get("global_scale"))
     return ScaledFloat8(tensors["codes"], tensors["scale"], like.tile)
 
 

@@ -98,7 +98,7 @@ def quantize_both(
         compat: whose bits; see `quantize.compat` (nvfp4: te; mx: te or deepgemm, the rounding of scales is rceil).
         power_of_two: fp8 scales are powers of two; None as in `quantize_float8`.
         scale: a given encode scale, fp32 [1] (delayed scaling), kinds ...-tensor only.
-        hadamard: transform x^T in pieces of 16 along M before it is coded (nvfp4).
+        hadamard: transform x^T in pieces of 16 along M, padded to a multiple of 16, before it is coded (mxfp4, nvfp4).
         row_noise, col_noise: round stochastically (mxfp4, nvfp4); the keys of `quantize.noise.noise_bits`.
 
     Raises:
@@ -110,8 +110,8 @@ def quantize_both(
     if x.dim() != 2:
         raise KaruiError(f"quantize_both takes a matrix, got shape {tuple(x.shape)}.")
     tile_of(kind, (x.shape[0], x.shape[1]))
-    if hadamard and not kind.startswith("nvfp4"):
-        raise KaruiError(f"the Hadamard transform belongs to nvfp4, not to {kind}.")
+    if hadamard and not kind.startswith(("mxfp4", "nvfp4")):
+        raise KaruiError(f"the Hadamard transform belongs to mxfp4 and nvfp4, not to {kind}.")
     if (row_noise or col_noise) and kind not in ("mxfp4", "nvfp4", "nvfp4-16x16"):
         raise KaruiError(f"stochastic rounding is for E2M1 codes, not for {kind}.")
     if scale is not None and not kind.endswith("tensor"):

@@ -31,9 +31,8 @@ def _one(x: torch.Tensor, kind: str, compat: Compat, power_of_two: bool | None, 
          noise: Noise | None) -> Coded:  # fmt: skip
     from karui.kernels.train_quantize import Coded
 
+    x = random_hadamard(x) if hadamard else x
     shape = (x.shape[0], x.shape[1])
-    if hadamard:
-        x = random_hadamard(x)
     bits = None
     if noise is not None:
         bits = noise_bits(x.shape, seed=noise.seed, step=noise.step, layer=noise.layer, tensor=noise.tensor, device=x.device)

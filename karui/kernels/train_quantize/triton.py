@@ -267,7 +267,7 @@ def quantize_both(x: torch.Tensor, kind: str, rows: bool, cols: bool, compat: st
                     COLS=by_row and cols, TM=TM, TK=TK)  # fmt: skip
         row_given, col_given = (parts[2], parts[3]) if by_row else (parts[0], parts[1] if hadamard else parts[0])
     one = _empty(x, (M, K), kind) if rows else None
-    other = _empty(x, (K, M), kind) if cols else None
+    other = _empty(x, (K, triton.cdiv(M, 16) * 16 if hadamard else M), kind) if cols else None
     if form[0] == "e" and span <= 1:
         row_given, col_given = _given_scales(row_given, col_given, scale, kind, compat, pow2, one, other)
     elif form == "nvfp4":
@@ -371,7 +371,7 @@ def offline_cases() -> list[Case]:
             types |= {"row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32"}
         special = kind in ("nvfp4", "mxfp4")
         constants = {"FORMAT": form, "SPAN": span, "COMPAT": 0, "POW2": "128" in kind, "ROWS": True, "COLS": True,
-                     "HADAMARD": kind == "nvfp4", "ROW_NOISE": special, "COL_NOISE": special, "TM": tile, "TK": tile,
+                     "HADAMARD": special, "ROW_NOISE": special, "COL_NOISE": special, "TM": tile, "TK": tile,
                      "stride_k": 1}  # fmt: skip
         cases.append(Case(f"train_quantize {kind}", _both, types, constants, WIDE_LOADS, num_warps=8 if tile == 128 else 4,
                           odd=odd, quick=(90,) if kind in ("e4m3-1x128", "nvfp4") else ()))  # fmt: skip
