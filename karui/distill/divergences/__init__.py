@@ -49,3 +49,11 @@ def divergence(kind: str, parameter: float | None = None) -> Divergence:
     if parameter is None or not 0 <= parameter <= 1:
         raise KaruiError(f"divergence {kind} needs {name} between 0 and 1, got {parameter}.")
     return partial(function, **{name: parameter})
+
+
+def named(which: Divergence) -> tuple[str, float] | None:
+    """(forward_kl, reverse_kl or jsd; jsd's beta, else 0) of what `divergence` gave: those that a kernel has; else None."""
+    if isinstance(which, partial) and which.func is jsd:
+        beta = float(which.keywords["beta"])
+        return ("forward_kl", 0.0) if beta == 0 else ("reverse_kl", 0.0) if beta == 1 else ("jsd", beta)
+    return next(((name, 0.0) for name in ("forward_kl", "reverse_kl") if PLAIN[name] is which), None)

@@ -1,4 +1,4 @@
-"""Distillation losses as row kernels for `linear_loss`: a chunk of student logits becomes losses and, in place, their gradient.
+"""Distillation losses of a chunk of rows: a chunk of student logits becomes losses and, in place or beside, their gradient.
 
     p = softmax(teacher / T), q = softmax(student / T), m = (1 - b) q + b p
     forward_kl  sum p log(p / q)                            d/dz = T (q - p)
@@ -43,11 +43,12 @@ def _log_sum(ptr, vocabulary, inverse_temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rows(student_ptr, teacher_ptr, loss_ptr, student_stride, teacher_stride, vocabulary, temperature, beta, KIND: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+def _rows(student_ptr, teacher_ptr, grad_ptr, loss_ptr, student_stride, teacher_stride, grad_stride, vocabulary, temperature,
+          beta, KIND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
     teacher_ptr += row * teacher_stride
+    grad_ptr += row * grad_stride
     inverse = 1.0 / temperature
     cols = tl.arange(0, BLOCK)
     top_q, sum_q = _log_sum(student_ptr, vocabulary, inverse, BLOCK)
@@ -83,7 +84,22 @@ def _rows(student_ptr, teacher_ptr, loss_ptr, student_stride, teacher_stride, vo
         else:
             log_m = tl.log((1.0 - beta) * q + beta * p)
             gradient = (1.0 - beta) * tl.where(q > 0, q * (log_q - log_m - pull), 0.0)
-        tl.store(student_ptr + at, (gradient * temperature).to(student_ptr.dtype.element_ty), at < vocabulary)
+        tl.store(grad_ptr + at, (gradient * temperature).to(grad_ptr.dtype.element_ty), at < vocabulary)
+
+
+def divergence(kind: str, teacher: torch.Tensor, student: torch.Tensor, grad: torch.Tensor, temperature: float,
+               beta: float) -> torch.Tensor:  # fmt: skip
+    """Losses fp32 [c] of logits [c, V], times T^2; `grad` [c, V], which may be `student` itself, gets d loss / d student."""
+    if teacher.shape != student.shape:
+        raise KaruiError(f"teacher rows {tuple(teacher.shape)} do not match the student's {tuple(student.shape)}.")
+    teacher, student = (x if x.stride(-1) == 1 else x.contiguous() for x in (teacher, student))
+    rows, vocabulary = student.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=student.device)
+    block = min(triton.next_power_of_2(vocabulary), 4096)
+    if rows:
+        _rows[(rows,)](student, teacher, grad, losses, student.stride(0), teacher.stride(0), grad.stride(0), vocabulary,
+                       temperature, beta, KIND=KINDS[kind], BLOCK=block, num_warps=8 if block > 1024 else 4)  # fmt: skip
+    return losses
 
 
 def divergence_rows(kind: str, teacher_logits: torch.Tensor, *, temperature: float = 1.0, beta: float = 0.5) -> RowLoss:
@@ -98,20 +114,14 @@ def divergence_rows(kind: str, teacher_logits: torch.Tensor, *, temperature: flo
         raise KaruiError(f"temperature must be positive and beta in (0, 1); got {temperature} and {beta}.")
 
     def rows(start: int, stop: int, logits: torch.Tensor) -> torch.Tensor:
-        teacher = teacher_logits[start:stop]
-        if teacher.shape != logits.shape:
-            raise KaruiError(f"teacher rows {tuple(teacher.shape)} do not match the student's {tuple(logits.shape)}.")
-        losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        block = min(triton.next_power_of_2(logits.shape[1]), 4096)
-        _rows[(logits.shape[0],)](logits, teacher, losses, logits.stride(0), teacher.stride(0), logits.shape[1], temperature,
-                                  beta, KIND=KINDS[kind], BLOCK=block, num_warps=8 if block > 1024 else 4)  # fmt: skip
-        return losses
+        return divergence(kind, teacher_logits[start:stop], logits, logits, temperature, beta)
 
     return rows
 
 
 def offline_cases() -> list[Case]:
-    signature = {"student_ptr": "*fp32", "teacher_ptr": "*bf16", "loss_ptr": "*fp32", "student_stride": "i32",
-                 "teacher_stride": "i32", "vocabulary": "i32", "temperature": "fp32", "beta": "fp32"}  # fmt: skip
+    signature = {"student_ptr": "*fp32", "teacher_ptr": "*bf16", "grad_ptr": "*fp32", "loss_ptr": "*fp32",
+                 "student_stride": "i32", "teacher_stride": "i32", "grad_stride": "i32", "vocabulary": "i32",
+                 "temperature": "fp32", "beta": "fp32"}  # fmt: skip
     return [Case(f"linear_loss {kind}", _rows, signature, {"KIND": k, "BLOCK": 4096}, WIDE_LOADS, num_warps=8,
                  quick=(90,) if kind == "jsd" else ()) for kind, k in KINDS.items()]  # fmt: skip

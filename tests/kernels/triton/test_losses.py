@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from karui.configs.errors import KaruiError
+from karui.configs.errors import KaruiError, UnsupportedError
 from karui.kernels.cross_entropy import linear_cross_entropy
 from karui.kernels.cross_entropy import reference as ce_reference
 from karui.kernels.linear_loss import linear_loss
@@ -66,6 +66,30 @@ def test_divergences(kind, temperature, device, rng):
     close(per_row.sum(), want.detach(), 1e-5)
     for a, b in zip(mine, theirs):
         close(a.grad, b.grad, 1e-5)
+
+
+@pytest.mark.parametrize(("kind", "parameter"), [("forward_kl", None), ("reverse_kl", None), ("jsd", 0.3), ("jsd", 0.0), ("jsd", 1.0)])
+def test_the_distillation_term(kind, parameter, device, rng):
+    """`distill`'s term by kernel against its torch form; the logits it is given stay as they are."""
+    from karui.distill.divergences import divergence
+    from karui.distill.objectives.logits import Logits
+    from karui.distill.teacher_rows import DenseRows
+
+    teacher = DenseRows(torch.randn(6, 9, generator=rng, device=device), torch.randn(130, 9, generator=rng, device=device))
+    logits = torch.randn(4, 130, generator=rng, device=device) * 2
+    before = logits.clone()
+    fast, slow = (Logits(teacher, divergence(kind, parameter), 1.7, backend)(1, 5, logits) for backend in ("triton", "torch"))
+    for got, want in zip(fast, slow):
+        close(got, want.double(), 1e-5)
+    assert torch.equal(logits, before)
+
+
+def test_a_divergence_without_a_kernel(device):
+    from karui.distill.divergences import divergence
+    from karui.distill.objectives.logits import Logits
+
+    with pytest.raises(UnsupportedError, match="no kernel for this divergence"):
+        Logits(None, divergence("total_variation"), backend="triton")(0, 1, torch.zeros(1, 3, device=device))
 
 
 def test_divergence_refusals():
