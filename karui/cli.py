@@ -126,12 +126,14 @@ def plan(
     """Memory per rank for every way of spreading a run over GPUs; and of low precision, per layer, what it does there."""
     from karui.configs.recipe import Recipe
     from karui.trainers import precision_plan, rank_plan
+    from karui.trainers.estimate import outline
 
     read = Recipe.load(recipe, overrides or ())
-    ranks = rank_plan.plan_ranks(read, gpu, nodes=nodes, per_node=per_node, tokens=tokens)
+    model = outline(read)
+    ranks = rank_plan.plan_ranks(read, gpu, nodes=nodes, per_node=per_node, tokens=tokens, model=model)
     found = {"ranks": rank_plan.as_json(ranks)}
     if method is not None or precision_plan.has_low_precision(read):
-        layers = precision_plan.plan_recipe(read, gpu, tokens=tokens, method=method)
+        layers = precision_plan.plan_recipe(read, gpu, tokens=tokens, method=method, model=model)
         _table(list(precision_plan.COLUMNS), precision_plan.rows(layers))
         for line in precision_plan.lines(layers):
             typer.echo(line)

@@ -165,6 +165,26 @@ def trained_by(recipe: Recipe, model: Any, shape: ModelShape) -> Trained:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What plans need of a recipe's model: its skeleton, its sizes, and what is trained of it."""
+
+    model: Any
+    shape: ModelShape
+    trained: Trained
+
+
+def outline(recipe: Recipe) -> Outline:
+    """From the model's config alone."""
+    from transformers import AutoConfig
+
+    from karui.trainers.model import weights_folder
+
+    model = skeleton(AutoConfig.from_pretrained(weights_folder(recipe.model.name)))
+    shape = shape_of(model)
+    return Outline(model=model, shape=shape, trained=trained_by(recipe, model, shape))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes per rank; see the module's formulas. `loading`: the high-precision weights beside what they become."""
 

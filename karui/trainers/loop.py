@@ -24,7 +24,7 @@ from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
 from karui.trainers.checkpoint import writing
 from karui.trainers.context import data_ranks
-from karui.trainers.data import PackedBatch, SampleSet, collate, plan_epoch
+from karui.trainers.data import SampleSet, StepLoader, collate, plan_epoch
 from karui.trainers.progress import Progress, memory_bytes
 from karui.trainers.schedule import learning_rate
 from karui.trainers.sharding import is_sharded
@@ -86,8 +86,11 @@ class Loop:
     state: LoopState = field(default_factory=LoopState)
     last: dict[str, Any] = field(default_factory=dict)
     interrupted: str | None = None
-    _last_saved: int = -1
-    _plan: tuple[int, Any] | None = None
+    loader: StepLoader = field(init=False)
+
+    def __post_init__(self) -> None:
+        rank, world = data_ranks(self.recipe, self.accelerator)
+        self.loader = StepLoader(self.recipe, self.samples, rank=rank, world=world)
 
     def run(self) -> dict[str, Any]:
         """Train to `total` steps or until a signal; returns the run's closing figures."""
@@ -134,8 +137,8 @@ class Loop:
             stage.before_step(state.step, self.total)
         objective: Any = self.accelerator.unwrap_model(self.module)
         objective.before_step(state.step, self.total)
-        epoch = self.micros(state.step)[0]
-        micros = objective.batches(state.step, lambda at: self.micros(at)[1])
+        epoch = self.loader(state.step)[0]
+        micros = objective.batches(state.step, lambda at: self.loader(at)[1])
         gradient = accumulate(self.accelerator, self.module, micros, self.optimizer, sharing=recipe.run.context_parallel)
         faults = [fault for stage in self.stages for fault in stage.faults()]
         usable = math.isfinite(gradient.loss) and not faults
@@ -178,21 +181,6 @@ class Loop:
         if state.step % recipe.run.log_every == 0 or state.step == self.total:
             self.tracker.log({f"train/{k}": v for k, v in values.items() if k not in ("step", "skipped")}, state.step)
         self.progress.step(state.step, values)
-
-    def micros(self, step: int) -> tuple[float, list[PackedBatch]]:
-        """Position in epochs, and this rank's micro-batches of an optimizer step."""
-        recipe = self.recipe
-        rank, world = data_ranks(recipe, self.accelerator)
-        steps_per_epoch = math.ceil(len(self.samples) / recipe.optim.batch)
-        epoch, at = divmod(step, steps_per_epoch)
-        if self._plan is None or self._plan[0] != epoch:
-            self._plan = epoch, plan_epoch(
-                self.samples.lengths, batch=recipe.optim.batch, micro_tokens=recipe.optim.micro_tokens,
-                rank=rank, world=world, seed=recipe.run.seed, epoch=epoch, shuffle=recipe.data.shuffle,
-                packing=recipe.data.packing, window=recipe.data.shuffle_window,
-            )
-        batches = [collate([self.samples[i] for i in micro]) for micro in self._plan[1][at]]
-        return step / steps_per_epoch, batches
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -14,7 +14,7 @@ from karui.configs.recipe import Recipe
 from karui.configs.steps.lowprec import LowPrecisionStep
 from karui.lowprec.plan import Gpu, LayerPlan, find_gpu, plan_layers
 from karui.lowprec.precision import RECIPES, Precision
-from karui.trainers.estimate import Memory, memory, shape_of, skeleton, trained_by
+from karui.trainers.estimate import Memory, Outline, memory, outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +61,20 @@ def has_low_precision(recipe: Recipe) -> bool:
     return _step(recipe) is not None
 
 
-def plan_recipe(recipe: Recipe, gpu: str, *, tokens: int | None = None, method: str | None = None) -> PrecisionPlan:
+def plan_recipe(
+    recipe: Recipe, gpu: str, *, tokens: int | None = None, method: str | None = None, model: Outline | None = None
+) -> PrecisionPlan:  # fmt: skip
     """Plan a recipe's low-precision step.
 
     Args:
         tokens: of a micro-batch; None: the recipe's `optim.micro_tokens`.
         method: plan this low-precision recipe in place of the one in `prepare:` (or where it has none).
+        model: the recipe's, when it was made before; where only adapters are trained it is frozen here.
 
     Raises:
         KaruiError: an unknown GPU or method, or a recipe without low precision when no method is given.
     """
     import torch
-    from transformers import AutoConfig
-
-    from karui.trainers.model import weights_folder
 
     card = find_gpu(gpu)
     step = _step(recipe)
@@ -85,17 +85,14 @@ def plan_recipe(recipe: Recipe, gpu: str, *, tokens: int | None = None, method: 
     else:
         raise KaruiError(f"recipe {recipe.name!r} has no low-precision step to plan; add one to prepare: (methods: "
                          f"{', '.join(RECIPES)}), or name one with --method.")
-    config = AutoConfig.from_pretrained(weights_folder(recipe.model.name))
-    model = skeleton(config)
-    shape = shape_of(model)
-    trained = trained_by(recipe, model, shape)
+    model = model or outline(recipe)
     count = tokens or recipe.optim.micro_tokens
-    if not trained.full:
-        model.requires_grad_(False)
+    if not model.trained.full:
+        model.model.requires_grad_(False)
     with torch.device("meta"):
-        layers = plan_layers(model, precision, card.name, count)
+        layers = plan_layers(model.model, precision, card.name, count)
     return PrecisionPlan(gpu=card, method=precision.recipe, tokens=count, layers=tuple(layers),
-                         memory=memory(recipe, shape, trained, tokens=count, supervised=count))
+                         memory=memory(recipe, model.shape, model.trained, tokens=count, supervised=count))
 
 
 def rows(plan: PrecisionPlan) -> list[list[str]]:

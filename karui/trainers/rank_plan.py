@@ -23,7 +23,7 @@ from typing import Any
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
 from karui.lowprec.plan import Gpu, find_gpu
-from karui.trainers.estimate import BYTES, ModelShape, Trained, memory, shape_of, skeleton, trained_by, weight_bytes
+from karui.trainers.estimate import BYTES, ModelShape, Outline, Trained, memory, outline, weight_bytes
 from karui.trainers.zero import BUCKET
 
 WAYS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
@@ -67,27 +67,25 @@ class RankPlan:
         return found.peak <= self.gpu.memory_gb * 1e9
 
 
-def plan_ranks(recipe: Recipe, gpu: str, *, nodes: int = 1, per_node: int = 8, tokens: int | None = None) -> RankPlan:
+def plan_ranks(
+    recipe: Recipe, gpu: str, *, nodes: int = 1, per_node: int = 8, tokens: int | None = None, model: Outline | None = None
+) -> RankPlan:  # fmt: skip
     """Plan a recipe on nodes of GPUs that need not be there.
 
     Args:
         per_node: GPUs of a node.
         tokens: of a micro-batch; None: the recipe's `optim.micro_tokens`.
+        model: the recipe's, when it was made before.
 
     Raises:
         KaruiError: an unknown GPU, no ranks, or ranks that `run.context_parallel` does not divide.
     """
-    from transformers import AutoConfig
-
-    from karui.trainers.model import weights_folder
-
     card, ranks = find_gpu(gpu), nodes * per_node
     if ranks < 1 or ranks % recipe.run.context_parallel:
         raise KaruiError(f"{nodes} nodes of {per_node} GPUs are {ranks} ranks, which must be at least 1 and a multiple of "
                          f"run.context_parallel={recipe.run.context_parallel}.")
-    model = skeleton(AutoConfig.from_pretrained(weights_folder(recipe.model.name)))
-    shape = shape_of(model)
-    trained = trained_by(recipe, model, shape)
+    model = model or outline(recipe)
+    shape, trained = model.shape, model.trained
     count = tokens or recipe.optim.micro_tokens
     room = card.memory_gb * 1e9
     ways = [rank_memory(recipe, shape, trained, way=way, ranks=ranks, tokens=count) for way in WAYS]

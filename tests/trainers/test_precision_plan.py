@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from karui.cli import app
 from karui.configs.errors import KaruiError
 from karui.lowprec.plan import GPUS
+from karui.trainers import estimate
+from karui.trainers.estimate import skeleton
 from karui.trainers.precision_plan import lines, plan_recipe, rows
 
 
@@ -46,9 +48,12 @@ def test_what_cannot_be_planned(make_recipe):
         plan_recipe(make_recipe(), "H100", method="fp8")
 
 
-def test_the_verb(make_recipe, tmp_path):
+def test_the_verb(make_recipe, tmp_path, monkeypatch):
     path, out = tmp_path / "r.yaml", tmp_path / "plan.json"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(make_recipe(prepare=[{"method": "fp8-current"}]).dump()))))
+    made = []
+    monkeypatch.setattr(estimate, "skeleton", lambda config: made.append(config) or skeleton(config))
     done = CliRunner().invoke(app, ["plan", str(path), "--gpu", "h100", "--json", str(out)])
+    assert len(made) == 1  # both plans look at one model
     assert done.exit_code == 0 and "q_proj" in done.output and "times as fast" in done.output
     assert json.loads(out.read_text())["gpu"]["name"] == "H100"

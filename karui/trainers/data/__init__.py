@@ -2,9 +2,10 @@
 
 from karui.trainers.data.dataset import load_samples, read_data
 from karui.trainers.data.isolation import isolation_probe, prove_isolation
+from karui.trainers.data.loader import StepLoader
 from karui.trainers.data.packing import EpochPlan, collate, epoch_order, plan_epoch, total_steps
 from karui.trainers.data.sources import shipped_samples
 from karui.trainers.data.types import IGNORE, Counts, PackedBatch, Sample, SampleSet
 
-__all__ = ["IGNORE", "Counts", "EpochPlan", "PackedBatch", "Sample", "SampleSet", "collate", "epoch_order",
+__all__ = ["IGNORE", "Counts", "EpochPlan", "PackedBatch", "Sample", "SampleSet", "StepLoader", "collate", "epoch_order",
            "isolation_probe", "load_samples", "plan_epoch", "prove_isolation", "read_data", "shipped_samples", "total_steps"]
