@@ -3,7 +3,7 @@
     python benchmarks/distill.py [--quick] [--json OUT] [--plot OUT.png] [--only student,rollouts,draft] [--bundle DRAFTED]
 
 student   SmolLM2-135M with every second layer dropped (15 of 30), healed on `--steps` steps of 4 x 128 tokens of wikitext2_valid.txt;
-          figure: mean loss of the labels on 48 x 128 tokens of wikitext2_test.txt. Same steps, order of data and learning rate for
+          figure: mean loss of the labels on 48 x 128 tokens of wikitext2_test.txt. Products in bf16. Same steps, order of data and learning rate for
           labels alone, KLD alone, label + KLD (0.5 + 1), label + KLD + hidden states at the kept layers (1 + 1 + 10 (1 - cos)), KLD from 50 tokens and a tail (cached), and KLD on the student's own text
           after half of the run; `--seeds` orders of the data. A difference counts when it is larger than twice the standard error of the
           paired differences over seeds.
@@ -87,11 +87,11 @@ def _healed(a: Any, work: Path, name: str, seed: int) -> dict[str, Any]:
         "prepare": [{"method": "prune-layers", "keep_layers": 15, "choice": a.choice, "samples": 8}],
         "objective": CONDITIONS[name],
         "optim": {"lr": a.lr, "batch": 4, "steps": a.steps, "micro_tokens": 512, "warmup": 0.1},
-        "run": {"output": str(work / f"{name}-{seed}".replace(" ", "_")), "seed": seed, "threads": a.threads,
+        "run": {"output": str(work / f"{name}-{seed}".replace(" ", "_")), "seed": seed, "threads": a.threads, "matmul": a.matmul,
                 "eval_every": max(1, a.steps // 4) if seed == 0 else None},
         "track": {"to": "none"}})
     identity = {k: v for k, v in recipe.dump().items() if k not in ("run", "track")}
-    digest = hashlib.sha256(json.dumps([identity, seed], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps([identity, seed, a.matmul], sort_keys=True, default=str).encode()).hexdigest()[:16]
     kept = work / f"{digest}.json"
     if kept.is_file():
         return dict(json.loads(kept.read_text(encoding="utf-8")))
@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--words", type=int, default=4600, help="of held-out text")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--matmul", default="bf16", choices=("fp32", "bf16-backward", "bf16"), help="`run.matmul`, of student and teacher")
     parser.add_argument("--conditions", type=lambda s: s.split(";"), help="only these, ;-separated")
     parser.add_argument("--choice", default="influence", help="which layers the student keeps, as prune-layers spells it")
     parser.add_argument("--work", type=Path, help="folder for finished runs; what is in it is not repeated")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from karui.trainers.estimate import (
 )
 from karui.trainers.schedule import warmup_steps
 
+if TYPE_CHECKING:
+    from karui.kernels.matmul import Precision
+
 # On a CPU malloc keeps pieces that were freed and do not fit the next step's sizes: this share of what a micro-batch takes.
 # SmolLM2-135M, LoRA, three steps of four samples: 15 % on one thread, 30 % on two.
 SLACK = 0.25
@@ -53,9 +56,11 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """What this machine was measured to do just now: matrix products of the model's shape, and a stream over memory."""
+    """What this machine was measured to do just now: matrix products of the model's shape, in the forward and in the backward
+    pass (`run.matmul`), and a stream over memory."""
 
     flops_per_s: float
+    backward_flops_per_s: float
     bytes_per_s: float
     device: str
 
@@ -150,10 +155,13 @@ def preflight(recipe: Recipe, config: Any, tokenizer: Any, train: SampleSet, eva
     trained = trained_by(recipe, model, shape)
     steps = total_steps(len(train), batch=recipe.optim.batch, epochs=recipe.optim.epochs, steps=recipe.optim.steps)
     load = _load(recipe, train, world, steps)
-    rate = rate or measure_rate(shape, tokens=min(512, load.largest_tokens))
-    flops = step_flops(recipe, shape, trained, tokens=load.tokens, supervised=load.supervised, squared_lengths=load.squared)
+    rate = rate or measure_rate(shape, tokens=min(512, load.largest_tokens), matmul=recipe.run.matmul)
+    counts: dict[str, float] = dict(tokens=load.tokens, supervised=load.supervised, squared_lengths=load.squared)
+    flops = step_flops(recipe, shape, trained, **counts)
+    forward = forward_flops(shape, trained, **counts) * (2 if recipe.run.recompute == "full" else 1)
     traffic = step_traffic(recipe, shape, trained, tokens=load.tokens, micros=load.micros)
-    step_seconds = (flops / rate.flops_per_s + traffic / rate.bytes_per_s) / world
+    products = forward / rate.flops_per_s + (flops - forward) / rate.backward_flops_per_s
+    step_seconds = (products + traffic / rate.bytes_per_s) / world
     held_out = evaluation if evaluation is not None and len(evaluation) else None
     used = memory(recipe, shape, trained, tokens=load.largest_rows, supervised=load.largest_supervised)
     baseline, available = _machine()
@@ -225,9 +233,12 @@ def _computed(recipe: Recipe, train: SampleSet, micro: np.ndarray) -> tuple[int,
     return len(row.tokens), batch.num_supervised
 
 
-def measure_rate(shape: ModelShape, tokens: int, seconds: float = 0.2) -> Rate:
-    """Matrix products [tokens, H] x [H, F] and back in fp32, and a stream `a + b` over 64 MB, on the training device."""
+def measure_rate(shape: ModelShape, tokens: int, seconds: float = 0.2, matmul: Precision = "fp32") -> Rate:
+    """Matrix products [tokens, H] x [H, F] and back, and a stream `a + b` over 64 MB, on the training device."""
     import torch
+
+    from karui.kernels.matmul import matmul as product
+    from karui.kernels.matmul import matmul_precision
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -248,8 +259,15 @@ def measure_rate(shape: ModelShape, tokens: int, seconds: float = 0.2) -> Rate:
     x = torch.randn(max(tokens, 16), shape.hidden, device=device)
     up, down = torch.randn(shape.ffn, shape.hidden, device=device), torch.randn(shape.hidden, shape.ffn, device=device)
     a, b = torch.ones(2**24, device=device), torch.ones(2**24, device=device)
-    return Rate(flops_per_s=per_second(4.0 * x.shape[0] * shape.hidden * shape.ffn, lambda: (x @ up.T) @ down.T),
-                bytes_per_s=per_second(3.0 * 4 * 2**24, lambda: torch.add(a, b, out=a)), device=device)
+    def products(backward: bool) -> float:
+        return per_second(4.0 * x.shape[0] * shape.hidden * shape.ffn,
+                          lambda: product(product(x, up.T, backward=backward), down.T, backward=backward))
+
+    with matmul_precision(matmul if device == "cpu" else "fp32"):
+        forward = products(False)
+        backward = products(True) if matmul == "bf16-backward" else forward
+    return Rate(flops_per_s=forward, backward_flops_per_s=backward, device=device,
+                bytes_per_s=per_second(3.0 * 4 * 2**24, lambda: torch.add(a, b, out=a)))
 
 
 def histogram(lengths: np.ndarray, bars: int = 10) -> tuple[tuple[int, int, int], ...]:

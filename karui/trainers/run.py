@@ -86,11 +86,9 @@ def run_recipe(
     recipe = resolve_precision(recipe, os.environ, cuda=torch.cuda.is_available())
     accelerator = _make_accelerator(recipe)
     _set_threads(recipe, accelerator)
-    if recipe.run.matmul != "fp32" and accelerator.device.type != "cpu":
-        where = accelerator.device.type
-        raise UnsupportedError(f"run.matmul {recipe.run.matmul} is for CPUs; on {where} set run.precision: bf16.")
+    matmul = recipe.run.matmul if accelerator.device.type == "cpu" else "fp32"
     # the recipe has the FP8 step now: accelerate must not wrap the model in modules of its own
-    with without(os.environ, FP8_BACKEND), together(recipe, accelerator), matmul_precision(recipe.run.matmul):
+    with without(os.environ, FP8_BACKEND), together(recipe, accelerator), matmul_precision(matmul):
         return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker)
 
 
@@ -100,7 +98,6 @@ def _run(
 ) -> RunResult:  # fmt: skip
     import torch
 
-    from karui.kernels.native.train import has_bf16
     from karui.trainers import checkpoint as ckpt
     from karui.trainers import shards, tracking
     from karui.trainers.context import make_group
@@ -179,8 +176,8 @@ def _run(
     try:
         with progress:
             progress.note(f"run {folder}  {setup.describe()}  {where}")
-            if recipe.run.matmul != "fp32" and not has_bf16():
-                progress.note(f"run.matmul {recipe.run.matmul}: rounds, but is no faster, as this CPU has no AVX512-BF16")
+            if recipe.run.matmul != "fp32" and (note := _matmul_note(accelerator.device.type)):
+                progress.note(f"run.matmul {recipe.run.matmul}: {note}")
             for line in (line for stage in setup.stages for line in stage.lines()):
                 progress.note(line)
             if start is not None:
@@ -204,6 +201,15 @@ def _run(
     final = None if loop.interrupted else folder / "final"
     return RunResult(folder=folder, final=final, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted,
                      tracker=tracker if hold_tracker else None)
+
+
+def _matmul_note(device: str) -> str:
+    """Why `run.matmul` will not be as fast as one may think, or an empty text."""
+    from karui.kernels.native.train import has_bf16
+
+    if device != "cpu":
+        return f"without effect on {device}, where run.precision says what products are computed in"
+    return "" if has_bf16() else "rounds, but is no faster, as this CPU has no AVX512-BF16"
 
 
 def _make_accelerator(recipe: Recipe) -> Accelerator:

@@ -36,7 +36,7 @@ PREPARE = {
     "lora_qv": [{"method": "lora", "rank": 4, "targets": ["q_proj", "v_proj"]}],
     "qlora": [{"method": "qlora", "rank": 8}],
 }
-RATE = Rate(flops_per_s=1e11, bytes_per_s=1e10, device="cpu")
+RATE = Rate(flops_per_s=1e11, backward_flops_per_s=1e11, bytes_per_s=1e10, device="cpu")
 both = pytest.mark.parametrize("kind", CONFIGS)
 all_ways = pytest.mark.parametrize("way", PREPARE)
 
