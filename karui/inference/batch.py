@@ -7,7 +7,7 @@ H hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -55,13 +55,42 @@ class StepOutput:
     aux: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
+class Ahead:
+    """A sequence that a runner decodes greedily for several rounds in one call (`decode`).
+
+    Attributes:
+        tokens: all its tokens; the keys of all but the last are in the cache.
+        left: tokens that it may gain.
+        reach: tokens that its blocks hold.
+        ends: tokens after which it is over.
+        adapter: slot, -1 for the base.
+        proposer: who drafts for it, with `lend` and `take_back`; None for plain decoding.
+    """
+
+    tokens: list[int]
+    left: int
+    reach: int
+    ends: frozenset[int]
+    adapter: int = -1
+    proposer: Any = None
+
+
+@dataclass(slots=True)
+class Gained:
+    """tokens: per sequence. rounds: seconds of each, and of each sequence's draft in it (depth, accepted), depth 0 for none."""
+
+    tokens: list[list[int]]
+    rounds: list[tuple[float, list[tuple[int, int]]]]
+
+
 class Runner(Protocol):
     """A model with its weights and KV memory on one device. The engine owns block ids, the runner owns the bytes."""
 
     config: ModelConfig
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
-        """Reserve KV memory; kv_dtype is float32, float16 or int8. Frees what was reserved before."""
+        """Reserve KV memory; kv_dtype is one of the runner's (float32, float16, int8, ...). Frees what was reserved before."""
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of KV memory for one token over all layers."""

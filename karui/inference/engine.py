@@ -27,7 +27,7 @@ import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError, nearest
 from karui.inference import memory as kv_memory
-from karui.inference.batch import Runner, StepBatch, StepOutput
+from karui.inference.batch import Ahead, Runner, StepBatch, StepOutput
 from karui.inference.beam import BeamSearch, Branch
 from karui.inference.cache.pool import BlockPool
 from karui.inference.cache.prefix import HashedIndex
@@ -92,6 +92,7 @@ class Engine:
         block_size: tokens per KV block.
         ahead: tokens that plain greedy decoding may run in one call of a runner that can (native), as far as `AHEAD_S` allows.
             What a step costs beside the model is then paid once for all of them; deltas hold several tokens. 1: one at a time.
+            With speculation whose drafts the runner can make (prompt lookup, EAGLE-3) the last round may go beyond it.
         speculation: who drafts; None for plain decoding.
         dense_weight: a module's base weight in fp32, for DoRA adapters over a runner that has packed it away.
     """
@@ -126,7 +127,7 @@ class Engine:
         # torch's OpenMP threads spin between the native runner's calls and double its step time.
         self._one_thread = not isinstance(runner, TorchRunner)
         self._dense_weight = dense_weight
-        self._ahead = ahead if getattr(runner, "decodes_ahead", False) and speculation is None else 1
+        self._ahead = ahead if getattr(runner, "decodes_ahead", False) else 1
         self._step_s = 1.0  # seconds of a decoding step, as the last ones took
         self._num_steps = self._num_failed = self._num_prompt = self._num_cached = self._num_generated = 0
 
@@ -303,6 +304,10 @@ class Engine:
                              f"{nearest(adapter, self._adapters)}")
         return self.version, None if adapter is None else (adapter, self._adapters[adapter][1]), salt
 
+    def _adapter(self, s: Tokens) -> int:
+        """The slot of a sequence's adapter, -1 for the base."""
+        return -1 if s.namespace[1] is None else self._adapters[s.namespace[1][0]][0]
+
     # -- the loop
 
     @property
@@ -330,10 +335,12 @@ class Engine:
 
     def _run(self) -> None:
         started = time.perf_counter()
-        if self.speculation is not None:
+        ahead = self._tokens_ahead(self.scheduler.running)
+        if self.speculation is not None and ahead < 2:
             self.speculation.propose(self.scheduler, self.max_context)
         plan = self.scheduler.schedule()
-        steps = self._steps_ahead(plan) if self._ahead > 1 else 1
+        ahead = min(ahead, self._tokens_ahead([work.sequence for work in plan.works]))
+        alone = self._plan_ahead(plan, ahead) if ahead > 1 else []
         try:
             self._copy(plan.copies)
         except Exception as error:  # shared blocks were replaced and not filled: compute them anew
@@ -342,7 +349,7 @@ class Engine:
             self._failed(plan, error)
             return
         try:
-            if steps > 1 and self._run_ahead(plan, steps):
+            if alone and self._run_ahead(plan, alone, ahead):
                 return
             output = self.runner.forward(self._batch(plan))
         except Exception as error:
@@ -352,33 +359,60 @@ class Engine:
         self._num_steps += 1
         self._step_s = time.perf_counter() - started
         if self.speculation is not None:
-            self.speculation.timed(plan, verdicts, self._step_s)
+            self.speculation.timed(0 if any(w.count > 1 for w in plan.works) else len(plan.works), verdicts, self._step_s)
 
-    def _steps_ahead(self, plan: Plan) -> int:
-        """How many tokens all sequences of the step can decode unattended: greedy ones, with room and time for them."""
-        steps = min(self._ahead, int(AHEAD_S / self._step_s))
-        for work in plan.works:
-            s = work.sequence
-            if s.recompute or work.drafted or s.num_pending != 1 or not s.owner.fast:
-                return 1
-            steps = min(steps, s.owner.group.max_tokens - len(s.owner.completion.token_ids))
-        return steps if steps > 1 and self.scheduler.reserve(plan, steps) else 1
+    def _tokens_ahead(self, sequences: Sequence[Tokens]) -> int:
+        """Tokens that these sequences may decode unattended: 1 unless all are greedy, with drafts that the runner can make."""
+        drafts = self.speculation
+        ahead = min(self._ahead, int(AHEAD_S / self._step_s))
+        if ahead < 2 or (drafts is not None and drafts.native is None):
+            return 1
+        alone = all(not s.recompute and not s.held and s.num_pending == 1 and s.draft is None and s.owner.fast
+                    and (drafts is None or not drafts.typical(s.owner.params)) for s in sequences)
+        return ahead if alone else 1
 
-    def _run_ahead(self, plan: Plan, steps: int) -> bool:
-        """Decode `steps` tokens of every sequence in one call; False when already the first step had no numbers."""
+    def _plan_ahead(self, plan: Plan, gain: int) -> list[Ahead]:
+        """The plan's sequences with blocks for `gain` tokens and a draft; none when there are too few blocks for all."""
+        nodes = self.speculation.native["nodes"] if self.speculation is not None and self.speculation.native else 0
+        counts = [min(gain + nodes, self.max_context - work.sequence.num_computed) for work in plan.works]
+        if not self.scheduler.reserve(plan, counts):
+            return []
+        out = []
+        for work, count in zip(plan.works, counts, strict=True):
+            s, live = work.sequence, work.sequence.owner
+            left = live.group.max_tokens - len(live.completion.token_ids)
+            out.append(Ahead(s.tokens, left, s.num_computed + count, live.ends, self._adapter(s), live.proposer))
+        return out
+
+    def _run_ahead(self, plan: Plan, alone: list[Ahead], gain: int) -> bool:
+        """Decode about `gain` tokens of every sequence in one call; False when already the first step had no numbers."""
         started = time.perf_counter()
         runner: Any = self.runner
-        found = runner.decode(self._batch(plan, steps), steps)
-        if not len(found):
+        drafts: dict[str, Any] | None = None
+        aux_layers: tuple[int, ...] = ()
+        if self.speculation is not None and self.speculation.native is not None:
+            drafts = self.speculation.native | {"adapt": self.speculation.config.adaptive}
+            aux_layers = self.speculation.aux_layers
+            if not self.speculation.drafts(len(alone)):
+                drafts["nodes"] = 0
+        size = self.pool.block_size
+        rows, width = [work.sequence.table_row for work in plan.works], max(-(-a.reach // size) for a in alone)
+        tables = np.ascontiguousarray(self.scheduler.tables[rows, :width])
+        gained = runner.decode(alone, tables, gain, aux_layers, drafts)
+        if not gained.rounds:
             return False
-        self._step_s = (time.perf_counter() - started) / len(found)
-        for work, tokens in zip(plan.works, found.T.tolist(), strict=True):
-            s, live = work.sequence, work.sequence.owner
-            self._count_prompt(live, s.num_computed)
+        self._step_s = (time.perf_counter() - started) / len(gained.rounds)
+        self._num_steps += len(gained.rounds)
+        if self.speculation is not None:
+            for seconds, verdicts in gained.rounds:
+                self.speculation.timed(len(alone), [v for v in verdicts if v[0]], seconds)
+        for work, tokens in zip(plan.works, gained.tokens, strict=True):
+            s = work.sequence
+            self._count_prompt(s.owner, s.num_computed)
             s.tokens += tokens
             self.scheduler.computed(s, len(tokens))
-            self._emit(live, tokens, None)
-        self._num_steps += len(found)
+            self.scheduler.trim(s)
+            self._emit(s.owner, tokens, None)
         return True
 
     def _count_prompt(self, live: Live, num_cached: int) -> None:
@@ -394,8 +428,8 @@ class Engine:
             if group is not None:
                 self._end_group(group, "abort", None)
 
-    def _batch(self, plan: Plan, steps: int = 1) -> StepBatch:
-        """The step for the runner; tables reach as far as `steps` steps go."""
+    def _batch(self, plan: Plan) -> StepBatch:
+        """The step for the runner."""
         size, tables = self.pool.block_size, self.scheduler.tables
         tokens, positions, slots = self._rows
         starts, contexts, rows, adapters, masks = [0], [], [], [], []
@@ -427,10 +461,10 @@ class Engine:
             contexts.append(first + count)
             rows.append(s.table_row)
             masks.append(mask)
-            adapters.append(-1 if s.namespace[1] is None else self._adapters[s.namespace[1][0]][0])
+            adapters.append(self._adapter(s))
         return StepBatch(
             torch.from_numpy(tokens[:at]), torch.from_numpy(positions[:at]), torch.from_numpy(slots[:at]), _ints(starts),
-            _ints(contexts), torch.from_numpy(tables[rows, :-(-(max(contexts) + steps - 1) // size)]), _ints(wanted),
+            _ints(contexts), torch.from_numpy(tables[rows, :-(-max(contexts) // size)]), _ints(wanted),
             tree_masks=masks if any(m is not None for m in masks) else None,
             adapters=_ints(adapters) if max(adapters) >= 0 else None,
             want_hidden=self.speculation is not None and self.speculation.needs_hidden,

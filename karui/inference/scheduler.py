@@ -10,7 +10,7 @@ Order is (priority, arrival, index): lower priority numbers first, then first co
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -242,9 +242,13 @@ class Scheduler:
         works[s] = Work(s, count)
         return True
 
-    def reserve(self, plan: Plan, count: int) -> bool:
-        """Blocks for the next `count` tokens of every sequence of the plan; False when there are too few for all."""
-        return all(self._reserve(work.sequence, count, plan) for work in plan.works)
+    def reserve(self, plan: Plan, counts: Iterable[int]) -> bool:
+        """Blocks for the next `counts` tokens of the plan's sequences; False, and none kept, when there are too few for all."""
+        if all(self._reserve(work.sequence, count, plan) for work, count in zip(plan.works, counts, strict=True)):
+            return True
+        for work in plan.works:
+            self.trim(work.sequence)
+        return False
 
     def _reserve(self, s: Sequence, count: int, plan: Plan) -> bool:
         """Blocks of its own for the next `count` tokens of `s`; False, and nothing changed, when there are too few."""

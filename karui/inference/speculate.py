@@ -9,7 +9,7 @@ import numpy as np
 
 from karui.inference.requests import SamplingParams
 from karui.inference.sampling import distribution, sample
-from karui.inference.scheduler import Plan, Scheduler
+from karui.inference.scheduler import Scheduler
 from karui.inference.scheduler import Sequence as Tokens
 from karui.inference.speculative.adaptive import Controller
 from karui.inference.speculative.base import Context, Draft, Observation, Proposer, Statistics
@@ -36,6 +36,8 @@ class Speculation:
         self._controllers: dict[int, Controller] = {}
         probe: Proposer = new_proposer()
         self.needs_hidden, self.aux_layers = probe.needs_hidden, tuple(probe.aux_layers)
+        self.native: dict[str, Any] | None = getattr(probe, "native", None)
+        self._probe = probe  # `native` points into it
         probe.reset()
 
     @property
@@ -56,7 +58,7 @@ class Speculation:
         ready = [s for s in scheduler.running if _decodes(s)]
         if not ready:
             return
-        drafting = not self.config.adaptive or self._controller(len(ready)).should_draft()
+        drafting = self.drafts(len(ready))
         room = scheduler.max_tokens // len(ready) - 1
         for s in ready:
             live: Live = s.owner
@@ -68,6 +70,10 @@ class Speculation:
             if limit > 0 and left > 0:
                 draft = live.proposer.propose(Context(s.tokens, limit, live.seed, _sampler(live), left))
                 s.draft = draft if len(draft) else None
+
+    def drafts(self, sequences: int) -> bool:
+        """Whether so many decoding sequences draft in the coming step."""
+        return not self.config.adaptive or self._controller(sequences).should_draft()
 
     def verify(self, live: Live, draft: Draft, logits: np.ndarray | None,
                best: Sequence[int]) -> tuple[Verdict, list[int], list[float]]:
@@ -111,13 +117,16 @@ class Speculation:
         if live.proposer is not None:
             live.proposer.observe(Observation(start, rows, emitted, draft, row_tokens, hidden, aux))
 
-    def timed(self, plan: Plan, verdicts: Sequence[tuple[int, int]], seconds: float) -> None:
-        """A step took `seconds`; `verdicts` are (depth, accepted) of its drafts. Steps with prompt chunks tell nothing."""
+    def timed(self, sequences: int, verdicts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """A step over so many sequences took `seconds`; `verdicts` are (depth, accepted) of its drafts.
+
+        sequences: 0 for a step with prompt chunks, whose time tells nothing.
+        """
         for depth, accepted in verdicts:
             self.statistics.record(depth, accepted)
-        if any(w.count > 1 for w in plan.works) or not plan.works:
+        if not sequences:
             return
-        controller = self._controller(len(plan.works))
+        controller = self._controller(sequences)
         if not verdicts:
             controller.record_plain(seconds)
         for depth, accepted in verdicts:

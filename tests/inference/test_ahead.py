@@ -1,11 +1,11 @@
 """Several tokens of plain greedy decoding in one call of the native runner: what comes out is what comes out one by one."""
 
+import numpy as np
 import pytest
-import torch
 
 from karui.configs.errors import KaruiError
 from karui.inference import engine as engine_module
-from karui.inference.batch import StepBatch
+from karui.inference.batch import Ahead, Gained
 from karui.inference.engine import Engine
 from karui.inference.models.native import NativeRunner
 from karui.inference.requests import Request, SamplingParams
@@ -27,7 +27,12 @@ def engine_of(ahead, kind="llama", changes=None, **options):
     calls = []
     if ahead > 1:
         decode = runner.decode
-        runner.decode = lambda batch, steps: calls.append(steps) or decode(batch, steps)
+
+        def counted(sequences, tables, gain, *rest):
+            calls.append(decode(sequences, tables, gain, *rest))
+            return calls[-1]
+
+        runner.decode = counted
     made = Engine(runner, **{"max_tokens_per_step": 16, "block_size": 4, "memory": "8MB", "ahead": ahead, **options})
     made.calls = calls
     return made
@@ -37,12 +42,6 @@ def overflowing():
     """Finite weights whose products are not."""
     weights = tiny("llama")[2]
     return {n: w * 1e30 if "gate_proj" in n or "up_proj" in n else w for n, w in weights.items()}
-
-
-def one_row():
-    """A decoding step of one sequence at position 0."""
-    zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    return StepBatch(one, zero, zero, torch.tensor([0, 1], dtype=torch.int32), one, zero.view(1, 1), zero)
 
 
 def tokens(outputs):
@@ -56,7 +55,7 @@ def test_tokens_do_not_depend_on_it(kind):
     texts = [[5], *prompts(11)]
     for params in (SamplingParams(max_tokens=21), SamplingParams(max_tokens=2), SamplingParams(max_tokens=1)):
         assert tokens(many.generate(texts, params)) == tokens(one.generate(texts, params))
-    assert max(many.calls) == 8 and many.stats.num_generated_tokens == one.stats.num_generated_tokens
+    assert max(len(c.rounds) for c in many.calls) == 8 and many.stats.num_generated_tokens == one.stats.num_generated_tokens
     assert many.stats.num_prompt_tokens == one.stats.num_prompt_tokens
     many.check_integrity()
 
@@ -69,6 +68,7 @@ def test_end_tokens_in_the_middle_end_it_there():
     params = SamplingParams(max_tokens=20, stop_token_ids=(end,))
     out = many.generate([ids], params)[0]
     assert out.token_ids == whole[:whole.index(end) + 1] and out.completions[0].finish_reason == "stop"
+    assert many.calls[-1].tokens[0][-1] == end  # nothing is decoded behind it
     many.check_integrity()
     assert many.generate([ids], SamplingParams(max_tokens=20))[0].token_ids == whole  # from blocks that the first one filled
 
@@ -80,7 +80,7 @@ def test_only_greedy_requests_without_extras_run_ahead():
              Request(prompt=texts[1], params=SamplingParams(max_tokens=9, temperature=1.0, seed=3)),
              Request(prompt=texts[2], params=SamplingParams(max_tokens=5, logprobs=2))]
     assert tokens(many.generate(mixed)) == tokens(one.generate(mixed))
-    assert many.calls == [3]  # once the others are done, the greedy one goes on alone
+    assert [len(c.rounds) for c in many.calls] == [3]  # once the others are done, the greedy one goes on alone
     dynamic = engine_of(8, changes={"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
     dynamic.generate(texts, SamplingParams(max_tokens=6))
     assert dynamic.calls == []
@@ -108,7 +108,8 @@ def test_a_callback_ends_it_and_no_block_is_lost():
 def test_logits_that_are_not_numbers_are_an_error():
     many = engine_of(8)
     many.runner.load_weights(overflowing())
-    assert len(many.runner.decode(one_row(), 4)) == 0
+    table = np.zeros((1, 2), dtype=np.int32)
+    assert many.runner.decode([Ahead([5], 4, 4, frozenset())], table, 4) == Gained([[]], [])
     out = many.generate([[9, 5, 6]], SamplingParams(max_tokens=12))[0].completions[0]
     assert out.finish_reason == "error" and "not numbers" in out.error
     many.check_integrity()
@@ -119,7 +120,7 @@ def test_a_call_that_ends_early_loses_nothing():
     ids = prompts(1)[0]
     whole = one.generate([ids], SamplingParams(max_tokens=12))[0].token_ids
     decode = many.runner.decode
-    many.runner.decode = lambda batch, steps: decode(batch, steps)[:3]  # as when the fourth step has no numbers
+    many.runner.decode = lambda s, tables, gain, *rest: decode(s, tables, min(gain, 3), *rest)  # as when the fourth step has no numbers
     assert many.generate([ids], SamplingParams(max_tokens=12))[0].token_ids == whole
     many.check_integrity()
 

@@ -13,21 +13,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError
-from karui.inference.batch import StepBatch, StepOutput
+from karui.inference.batch import Ahead, Gained, StepBatch, StepOutput
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
 from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of
 from karui.inference.models.weights import Weights, check_weights
 from karui.kernels.native import quiet_torch
 from karui.kernels.native.arena import Arena
-from karui.kernels.native.library import CACHE_TYPES, TARGETS, Batch, Config, Layer, Linear, Lora, address, load
+from karui.kernels.native.library import CACHE_TYPES, TARGETS, Batch, Config, Layer, Linear, Lora, Rounds, Stream, address, load
 from karui.kernels.native.weights import Packed, pack
 from karui.kernels.qtensor import QTensor
 
@@ -185,18 +186,46 @@ class NativeRunner:
         """Whether `decode` can serve: dynamic RoPE gives each step its own table, which is not made in C++."""
         return not self._dynamic
 
-    def decode(self, batch: StepBatch, steps: int) -> np.ndarray:
-        """Up to `steps` greedy tokens per sequence in one call: int32 [done, S], done < steps where logits are not numbers.
+    def decode(self, sequences: Sequence[Ahead], tables: np.ndarray, gain: int, aux_layers: Sequence[int] = (),
+               drafts: Mapping[str, Any] | None = None) -> Gained:
+        """Greedy rounds in one call, each a step with the drafts it verifies; see kernels/native/rounds.h.
 
-        `batch` is the first step: one row per sequence, each wanted, no tree; its tables reach as far as the last step.
+        It ends with the round in which a sequence has gained `gain` tokens, has none left or meets an end token, and before
+        one whose logits are not numbers.
+
+        Args:
+            tables: [S, B] int32 block ids, C order.
+            aux_layers: what the drafts read, as in `StepBatch`.
+            drafts: fields of `Rounds`, as the proposers' `native` has them; None for plain decoding.
         """
-        found = np.empty((steps, len(batch.tokens)), dtype=np.int32)
+        count, nodes = len(sequences), 0 if drafts is None else drafts["nodes"]
+        room, streams = gain + nodes + 1, (Stream * len(sequences))()
+        buffers = np.empty((count, room), dtype=np.int32)
+        ends = [np.fromiter(s.ends, dtype=np.int32) for s in sequences]
+        for i, (s, stream) in enumerate(zip(sequences, streams, strict=True)):
+            buffers[i, 0] = s.tokens[-1]
+            stream.length, stream.known, stream.left, stream.reach = len(s.tokens), 1, s.left, s.reach
+            stream.ends_n, stream.ends, stream.tokens = len(ends[i]), ends[i].ctypes.data, buffers[i].ctypes.data
+            if s.proposer is not None:
+                s.proposer.lend(s.tokens, stream, room)
+        adapters = self._adapter_slots(torch.tensor([s.adapter for s in sequences], dtype=torch.int32))
+        layers = np.array(aux_layers, dtype=np.int32)
+        verdicts, seconds = np.zeros((2, gain, count), dtype=np.int32), np.zeros(gain)
+        call = Rounds(sequences=count, table_width=tables.shape[1], block_size=self._block_size, aux_n=len(layers), gain=gain,
+                      block_tables=tables.ctypes.data, adapters=address(adapters), aux_layers=layers.ctypes.data,
+                      streams=ctypes.addressof(streams), depths=verdicts[0].ctypes.data, accepted=verdicts[1].ctypes.data,
+                      seconds=seconds.ctypes.data, **drafts or {})
         with quiet_torch():
-            step, output, held = self._step(batch)
-            done = self._lib.decode(self._model, ctypes.byref(step), steps, found.ctypes.data)
-            del output, held
+            done = self._lib.rounds(self._model, ctypes.byref(call))
         self._check(-done)
-        return found[:done]
+        gained: list[list[int]] = []
+        for s, stream in zip(sequences, streams, strict=True):
+            new = stream.length - len(s.tokens)
+            gained.append((ctypes.c_int32 * new).from_address(stream.tokens + 4 * (stream.known - new))[:])
+            if s.proposer is not None:
+                s.proposer.take_back(stream)
+        depths, accepted = verdicts.tolist()
+        return Gained(gained, [(t, list(zip(d, a, strict=True))) for t, d, a in zip(seconds[:done].tolist(), depths, accepted)])
 
     def _check(self, failed: int) -> None:
         if failed > 0:
@@ -221,21 +250,19 @@ class NativeRunner:
         if batch.tree_masks is not None and any(m is not None for m in batch.tree_masks):
             masks = [None if m is None else m.to(torch.uint8).contiguous() for m in batch.tree_masks]
             tree = (ctypes.c_void_p * sequences)(*(address(m) for m in masks))
-        adapters = self._adapter_slots(batch)
+        adapters = None if batch.adapters is None else self._adapter_slots(batch.adapters)
         width = index[5].shape[1] if index[5].dim() == 2 else 0
         step = Batch(total, sequences, width, wanted, len(batch.aux_layers), self._block_size, *(address(t) for t in index),
                      None if tree is None else ctypes.addressof(tree), address(adapters), address(aux_layers), address(cos),
                      address(sin), address(logits), address(hidden), address(aux))
         return step, StepOutput(logits, hidden, aux), (index, masks, tree, adapters, aux_layers, cos, sin)
 
-    def _adapter_slots(self, batch: StepBatch) -> torch.Tensor | None:
-        if batch.adapters is None:
-            return None
-        slots = batch.adapters.tolist()
+    def _adapter_slots(self, adapters: torch.Tensor) -> torch.Tensor | None:
+        slots = adapters.tolist()
         for slot in slots:
             if slot >= 0 and slot not in self._adapters:
                 raise KaruiError(f"adapter slot {slot} is empty; load the adapter before sending requests to it.")
-        return _int32(batch.adapters) if any(slot >= 0 for slot in slots) else None
+        return _int32(adapters) if any(slot >= 0 for slot in slots) else None
 
 
 def _int32(t: torch.Tensor) -> torch.Tensor:

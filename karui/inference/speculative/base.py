@@ -14,6 +14,9 @@ How an engine drives a proposer (one proposer per request, made by `factory.Spec
 Because step 4 draws what plain decoding would have drawn, a draft without `q` gives token for token the plain output, greedy
 and sampled alike. A draft with `q` (draft model, sampled) keeps the distribution, not the individual tokens.
 
+Where the runner can decode several rounds in one call (`NativeRunner.decode`), a proposer that has `native` (its method and its
+fields for kernels/native/rounds.h) hands its state over with `lend` and gets it back with `take_back`: steps 1 to 5 happen there.
+
 A proposer's attributes tell the engine what to collect: `needs_hidden` (StepBatch.want_hidden) and `aux_layers`.
 """
 

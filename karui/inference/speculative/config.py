@@ -24,7 +24,8 @@ class SpeculationConfig:
             native runner, where every verified row costs, else 4 and 24.
         least: a draft of eagle3 that promises fewer accepted tokens, by the layer's own likelihoods, gives way to a plain step.
             None: 0.25 with the native runner, else 0.
-        adaptive: switch off while it does not pay (timings decide when; the tokens are the same either way).
+        adaptive: switch off while it does not pay, and where the runner decodes several rounds at once verify only as much of a
+            draft as is worth it (timings decide; the tokens are the same either way).
         typical: accept by Medusa's typical acceptance. LOSSY: the output is no longer the target's.
     """
 

@@ -7,9 +7,16 @@ code, quoting. The index grows by one entry per n and token, so a proposal is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from karui.configs.errors import KaruiError
 from karui.inference.speculative.base import NOTHING, Context, Draft, Observation
+from karui.kernels.native.library import LOOKUP
+
+ODDS = (0.25, 0.4, 0.6, 0.75, 0.85, 0.92)
+"""How likely the token behind a match of 1, 2 to 3, 4 to 7, ... tokens is right, before anything was seen; ODDS of rounds.h."""
 
 
 class NgramProposer:
@@ -26,12 +33,26 @@ class NgramProposer:
         if k < 1 or not 1 <= n_min <= n_max:
             raise KaruiError(f"prompt lookup needs k >= 1 and 1 <= n_min <= n_max; got k={k}, n_min={n_min}, n_max={n_max}.")
         self.k, self.n_max, self.n_min = k, n_max, n_min
+        self.odds = np.array([ODDS, [1.0] * len(ODDS)], dtype=np.float32) * 4
+        self.native = {"method": LOOKUP, "nodes": k, "depth": k, "n_min": n_min, "n_max": n_max, "odds": self.odds.ctypes.data}
         self.reset()
 
     def reset(self) -> None:
         # Per n: the n-gram -> index just behind its latest occurrence that has a successor.
         self.behind: dict[tuple[int, ...], int] = {}
         self.indexed = 0
+        self.history, self.written = np.empty(0, dtype=np.int32), 0
+
+    def lend(self, tokens: Sequence[int], stream: Any, room: int) -> None:
+        """The whole sequence, which native lookup scans, with room for more."""
+        length = len(tokens)
+        if length + room > len(self.history):
+            self.history = np.resize(self.history, 2 * (length + room))
+        self.history[self.written:length] = tokens[self.written:]
+        stream.known, stream.tokens = length, self.history.ctypes.data
+
+    def take_back(self, stream: Any) -> None:
+        self.written = stream.length
 
     def observe(self, seen: Observation) -> None:
         """Nothing to learn: the sequence itself is the index."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, ClassVar
 
 import torch
 
@@ -13,42 +11,14 @@ from karui.configs.errors import UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.native import library
 from karui.kernels.native.arena import Arena
-from karui.kernels.native.build import build
-from karui.kernels.native.library import Linear, address
+from karui.kernels.native.library import Draft, Drafter, Linear, address
 from karui.kernels.native.weights import Packed, pack
 
-SOURCES = ("draft.cpp", "ops.h", "gemm.h", "simd.h", "weights.h")
 _LINEARS = {"fc": "fc", "q": "midlayer.self_attn.q_proj", "k": "midlayer.self_attn.k_proj", "v": "midlayer.self_attn.v_proj",
             "o": "midlayer.self_attn.o_proj", "gate": "midlayer.mlp.gate_proj", "up": "midlayer.mlp.up_proj",
             "down": "midlayer.mlp.down_proj", "head": "lm_head"}
 _NORMS = {"embedding_norm": "midlayer.input_layernorm", "stream_norm": "midlayer.hidden_norm",
           "post_norm": "midlayer.post_attention_layernorm", "final_norm": "norm"}
-_SHAPE = ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "aux")
-
-
-class _Drafter(C.Structure):
-    """`Drafter` of draft.cpp."""
-
-    _fields_: ClassVar[Any] = [
-        *((n, C.c_int32) for n in _SHAPE), ("eps", C.c_float), ("padding", C.c_int32), *((n, Linear) for n in _LINEARS),
-        *((n, C.c_void_p) for n in ("inv_freq", *_NORMS, "ids"))]
-
-
-class _Draft(C.Structure):
-    """`Draft` of draft.cpp."""
-
-    _fields_: ClassVar[Any] = [
-        *((n, C.c_int32) for n in ("rows", "past", "depth", "top")),
-        *((n, C.c_void_p) for n in ("tokens", "positions", "aux", "keys", "values", "out_tokens", "out_log_probs"))]
-
-
-@cache
-def _library() -> Any:
-    lib = C.CDLL(str(build(library.load().isa, SOURCES)))
-    lib.karui_draft.restype, lib.karui_draft.argtypes = None, [C.c_void_p] * 3
-    for which, structure in enumerate((_Drafter, _Draft)):
-        assert lib.karui_draft_sizes(which) == C.sizeof(structure), f"{structure.__name__} differs between C++ and Python"
-    return lib
 
 
 class DraftLayer:
@@ -68,7 +38,7 @@ class DraftLayer:
 
         if head_dim > 512 or head_dim % 2:
             raise UnsupportedError(f"head_dim {head_dim} is not supported by the native draft: even and at most 512.")
-        self._lib, arena, held = _library(), Arena(), []
+        self._lib, arena, held = library.load(), Arena(), []
         self.row = kv_heads * head_dim
 
         def matrix(name: str) -> Linear:
@@ -84,29 +54,33 @@ class DraftLayer:
                    "ids": tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))}
         hidden, aux = tensors["fc.weight"].shape
         inner = tensors["midlayer.mlp.gate_proj.weight"].shape[0]
-        self._drafter = _Drafter(hidden, heads, kv_heads, head_dim, inner, aux, eps, 0,
-                                 *(matrix(name) for name in _LINEARS.values()), *(address(v) for v in vectors.values()))
+        self.drafter = Drafter(hidden, heads, kv_heads, head_dim, inner, aux, eps, 0,
+                               *(matrix(name) for name in _LINEARS.values()), *(address(v) for v in vectors.values()))
         self._held = (held, vectors)
         self.nbytes = sum(t.nbytes for tensors_ in held for t in tensors_)
 
     def draft(self, embedding: Linear, aux: torch.Tensor, tokens: Sequence[int], positions: Sequence[int], keys: torch.Tensor,
-              values: torch.Tensor, past: int, depth: int, top: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Run settled rows and draft a chain behind the last.
+              values: torch.Tensor, past: int, depth: int, width: int, nodes: int,
+              least: float = 0.0) -> tuple[list[int], list[int], list[float]]:
+        """Run settled rows and draft behind the last.
 
         Args:
             embedding: the target's, packed.
             aux: [n, A] fp32 streams; tokens, positions: n each, the token behind a row and the row's position.
             keys, values: [at least past + n + depth - 1, kv_heads * head_dim] fp32; rows from `past` on are written.
+            depth, width, nodes: `width` candidates at each of up to `depth` depths behind the chain of the likeliest; the `nodes`
+                likeliest are kept.
+            least: a draft that promises fewer accepted tokens is empty.
         Returns:
-            per depth, the `top` likeliest target tokens behind the chain of the likeliest, and their log-probabilities.
+            the nodes' target tokens, parents (before their children, -1 for the root) and log-probabilities of their paths.
         """
         n = len(tokens)
-        assert aux.shape == (n, self._drafter.aux) and min(len(keys), len(values)) >= past + n + depth - 1
-        assert 1 <= top <= self._drafter.head.n
+        assert aux.shape == (n, self.drafter.aux) and min(len(keys), len(values)) >= past + n + depth - 1
+        assert 1 <= width <= self.drafter.head.n
         index = torch.tensor([list(tokens), list(positions)], dtype=torch.int32)
         aux = aux.contiguous()
-        out, chances = torch.empty(depth, top, dtype=torch.int32), torch.empty(depth, top)
-        step = _Draft(n, past, depth, top, address(index[0]), address(index[1]), address(aux), address(keys), address(values),
-                      address(out), address(chances))
-        self._lib.karui_draft(C.byref(self._drafter), C.byref(embedding), C.byref(step))
-        return out.tolist(), chances.tolist()
+        out, chances = torch.empty(2, nodes, dtype=torch.int32), torch.empty(nodes)
+        step = Draft(n, past, depth, width, nodes, least, address(index[0]), address(index[1]), address(aux), address(keys),
+                     address(values), address(out[0]), address(out[1]), address(chances))
+        count = self._lib.draft(C.byref(self.drafter), C.byref(embedding), C.byref(step))
+        return out[0, :count].tolist(), out[1, :count].tolist(), chances[:count].tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as C
 import logging
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,8 @@ from karui.kernels.native.build import build, chosen_isa
 log = logging.getLogger(__name__)
 
 QUANTIZED, NF4, FP32, FP16, BF16 = range(5)
+PLAIN, LOOKUP, EAGLE3 = range(3)
+"""Who drafts in rounds.h."""
 CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -60,6 +62,38 @@ class Lora(C.Structure):
     _fields_ = [("rank", C.c_int32), ("padding", C.c_int32), ("a", C.c_void_p), ("b", C.c_void_p), ("row_scale", C.c_void_p)]
 
 
+class Drafter(C.Structure):
+    """`Drafter` of draft.h."""
+
+    _fields_: ClassVar[Any] = [
+        *((n, C.c_int32) for n in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "aux")), ("eps", C.c_float),
+        ("padding", C.c_int32), *((n, Linear) for n in ("fc", "q", "k", "v", "o", "gate", "up", "down", "head")),
+        *((n, C.c_void_p) for n in ("inv_freq", "embedding_norm", "stream_norm", "post_norm", "final_norm", "ids"))]
+
+
+class Draft(C.Structure):
+    """`Draft` of draft.h."""
+
+    _fields_ = [(n, C.c_int32) for n in ("rows", "past", "depth", "width", "nodes")] + [("least", C.c_float)] + [
+        (n, C.c_void_p) for n in ("tokens", "positions", "aux", "keys", "values", "out_tokens", "out_parents", "out_log_probs")]
+
+
+class Stream(C.Structure):
+    """`Stream` of rounds.h: one sequence."""
+
+    _fields_ = [(n, C.c_int32) for n in ("length", "known", "left", "reach", "ends_n", "pending", "settled", "padding")] + [
+        (n, C.c_void_p) for n in ("ends", "tokens", "aux", "keys", "values", "after", "positions")]
+
+
+class Rounds(C.Structure):
+    """`Rounds` of rounds.h: one call."""
+
+    _fields_ = [(n, C.c_int32) for n in ("sequences", "table_width", "block_size", "aux_n", "method", "gain", "adapt", "nodes",
+                                         "depth", "width", "n_min", "n_max")] + [("least", C.c_float)] + [
+        (n, C.c_void_p) for n in ("block_tables", "adapters", "aux_layers", "drafter", "odds", "streams", "depths", "accepted",
+                                  "seconds")]
+
+
 class Library:
     """One compiled library; `isa` names its instruction set."""
 
@@ -70,7 +104,7 @@ class Library:
         for name, result, arguments in (
             ("karui_sizes", i, [i]), ("karui_pack", None, [p, i, i, i, i, p]), ("karui_model", p, [p]), ("karui_free", None, [p]),
             ("karui_configure", None, [p, p]), ("karui_allocate", i, [p, C.c_int64, i]), ("karui_forward", i, [p, p]),
-            ("karui_decode", i, [p, p, i, p]),
+            ("karui_rounds", i, [p, p]), ("karui_draft", i, [p, p, p]),
             ("karui_copy_slots", None, [p, p, p, i]), ("karui_set_loras", None, [p, p, i]), ("karui_linear", None, [p, p, i, p]),
             ("karui_decode_rows", None, [p, p, i, p]), ("karui_argmax", None, [p, i, i, p]),
             ("karui_top_k", None, [p, i, i, i, p, p]), ("karui_threads", i, [p]), ("karui_sample", None, [p, i, i, p, p, p]),
@@ -78,7 +112,7 @@ class Library:
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("karui_"), function)
-        for which, structure in enumerate((Linear, Layer, Config, Batch, Lora)):
+        for which, structure in enumerate((Linear, Layer, Config, Batch, Lora, Drafter, Draft, Stream, Rounds)):
             assert self.sizes(which) == C.sizeof(structure), f"{structure.__name__} differs between C++ and Python"
 
     def __getattr__(self, name: str) -> Any:  # only for type checkers: functions are set in __init__

@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "draft.h"
 #include "sampling.h"
 #include "threads.h"
 
@@ -142,6 +143,12 @@ struct Model {
     bool any_split = false;
     int merge_first = 0;
     const Batch* b = nullptr;
+    struct Best { float value, spoilt; int32_t token; };
+    std::vector<Best> best;  // [threads, L]: of the columns that a thread computed; spoilt: NaN where a value is no number, or infinite
+    bool want_best = false;
+    Buffer<float> logits, aux;  // of rounds.h
+    RowCosts costs;
+    Drafting drafting;
 
     explicit Model(const Config& config) : team(config.max_threads) {
         for (int i = 0; i < team.size(); i++) { scratch.push_back(new Scratch); inputs.push_back(new Inputs); }
@@ -646,6 +653,23 @@ struct Model {
         const int ldv[] = {c.vocab};
         if (b->logits && b->wanted)
             linears(head, 1, in.normed.data, ld_hidden, in.coded, b->wanted, out_logits, ldv, false, t, n, nullptr);
+        if (want_best) find_best(t, n);
+    }
+    void find_best(int t, int n) {
+        int first, last;
+        share(num_panels(*c.head), t, n, first, last);
+        first *= PANEL;
+        last = std::min(last * PANEL, c.vocab);
+        for (int r = 0; r < b->wanted; r++) {
+            const float* x = b->logits + (int64_t)r * c.vocab;
+            V m = set1(-INFINITY), s = set1(0.0f);
+            int i = first;
+            for (; i + W <= last; i += W) { const V v = load(x + i); m = vmax(m, v); s = fma(v, set1(0.0f), s); }
+            Best found = {hmax(m), hsum(s), first};
+            for (; i < last; i++) { found.value = x[i] > found.value ? x[i] : found.value; found.spoilt += x[i] * 0.0f; }
+            while (found.token < last - 1 && x[found.token] != found.value) found.token++;
+            best[(int64_t)t * b->wanted + r] = found;
+        }
     }
     void copy_aux(int i, int first, int last) {
         for (int r = first; r < last; r++)
@@ -671,13 +695,49 @@ static void pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uin
         }
 }
 
+// ---- steps ------------------------------------------------------------------------------------------------------------------------
+
+// 0, or 1: no memory for the caches, 2: a token id outside the vocabulary, 3: a slot outside the caches. best: null, or [L] for the first of
+// the equal largest logits of each row, -1 where one is not a finite number.
+static int step(Model& m, const Batch& batch, int32_t* best) {
+    if (m.cache.empty()) return 1;
+    for (int i = 0; i < batch.tokens_n; i++) {
+        if (batch.tokens[i] < 0 || batch.tokens[i] >= m.c.vocab) return 2;
+        if (batch.slots[i] < 0 || batch.slots[i] >= m.slots) return 3;
+    }
+    for (int s = 0; s < batch.sequences; s++)
+        for (int i = 0; i < batch.context_lens[s]; i += batch.block_size) {
+            const int block = batch.block_tables[(int64_t)s * batch.table_width + i / batch.block_size];
+            if (i / batch.block_size >= batch.table_width || block < 0 || (int64_t)(block + 1) * batch.block_size > m.slots) return 3;
+        }
+    m.prepare(batch);
+    const int L = batch.wanted, threads = m.team.active();
+    m.want_best = best != nullptr;
+    m.best.resize((size_t)(best ? threads * L : 0));
+    m.team.run([](void* p, int t) { ((Model*)p)->run(t); }, &m);
+    for (int r = 0; best && r < L; r++) {
+        Model::Best found = m.best[r];
+        float spoilt = found.spoilt;
+        for (int t = 1; t < threads; t++) {
+            const Model::Best& other = m.best[(int64_t)t * L + r];
+            if (other.value > found.value) found = other;
+            spoilt += other.spoilt;
+        }
+        best[r] = spoilt == 0.0f ? found.token : -1;
+    }
+    return 0;
+}
+
+#include "rounds.h"
+
 // ---- C interface ------------------------------------------------------------------------------------------------------------------
 
 extern "C" {
 
 int karui_sizes(int which) {  // so that the wrapper can check that it mirrors the structures
-    const int sizes[] = {(int)sizeof(Linear), (int)sizeof(Layer), (int)sizeof(Config), (int)sizeof(Batch), (int)sizeof(Lora)};
-    return which < 5 ? sizes[which] : -1;
+    const int sizes[] = {(int)sizeof(Linear), (int)sizeof(Layer), (int)sizeof(Config), (int)sizeof(Batch), (int)sizeof(Lora), (int)sizeof(Drafter),
+                         (int)sizeof(Draft), (int)sizeof(Stream), (int)sizeof(Rounds)};
+    return which < 9 ? sizes[which] : -1;
 }
 
 void karui_pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uint8_t* out) { pack(codes, n, k, k_padded, bits, out); }
@@ -689,23 +749,7 @@ int karui_allocate(void* model, int64_t slots, int type) { return ((Model*)model
 // Takes new weights of the same shapes (and the same number of threads).
 void karui_configure(void* model, const Config* config) { ((Model*)model)->configure(*config); }
 
-// 0, or 1: no memory for the caches, 2: a token id outside the vocabulary, 3: a slot outside the caches.
-int karui_forward(void* model, const Batch* batch) {
-    Model* m = (Model*)model;
-    if (m->cache.empty()) return 1;
-    for (int i = 0; i < batch->tokens_n; i++) {
-        if (batch->tokens[i] < 0 || batch->tokens[i] >= m->c.vocab) return 2;
-        if (batch->slots[i] < 0 || batch->slots[i] >= m->slots) return 3;
-    }
-    for (int s = 0; s < batch->sequences; s++)
-        for (int i = 0; i < batch->context_lens[s]; i += batch->block_size) {
-            const int block = batch->block_tables[(int64_t)s * batch->table_width + i / batch->block_size];
-            if (i / batch->block_size >= batch->table_width || block < 0 || (int64_t)(block + 1) * batch->block_size > m->slots) return 3;
-        }
-    m->prepare(*batch);
-    m->team.run([](void* p, int t) { ((Model*)p)->run(t); }, m);
-    return 0;
-}
+int karui_forward(void* model, const Batch* batch) { return step(*(Model*)model, *batch, nullptr); }
 
 void karui_argmax(const float* x, int rows, int n, int32_t* out) {  // the first of equal largest
     for (int r = 0; r < rows; r++) {
@@ -721,27 +765,14 @@ void karui_argmax(const float* x, int rows, int n, int32_t* out) {  // the first
     }
 }
 
-// Plain greedy decoding: `steps` times one token per sequence, each step running what the one before found, without coming back. `first`
-// is the first step, one row a sequence, all wanted; its tables reach as far as the last. found [steps, S]. Returns the steps done, fewer
-// where a row holds a NaN (that step is for the caller to look at), or minus the error of karui_forward.
-int karui_decode(void* model, const Batch* first, int steps, int32_t* found) {
-    Batch b = *first;
-    const int n = b.sequences, vocab = ((Model*)model)->c.vocab;
-    std::vector<int32_t> tokens(b.tokens, b.tokens + n), positions(b.positions, b.positions + n), slots(n), lens(b.context_lens, b.context_lens + n);
-    b.tokens = tokens.data(), b.positions = positions.data(), b.slots = slots.data(), b.context_lens = lens.data();
-    for (int i = 0; i < steps; i++, found += n) {
-        for (int s = 0; s < n; s++) {
-            const int at = lens[s] - 1;
-            slots[s] = b.block_tables[(int64_t)s * b.table_width + at / b.block_size] * b.block_size + at % b.block_size;
-        }
-        if (const int error = karui_forward(model, &b)) return -error;
-        int numbers = 1;
-        for (int64_t j = 0; j < (int64_t)n * vocab; j++) numbers &= b.logits[j] == b.logits[j];
-        if (!numbers) return i;
-        karui_argmax(b.logits, n, vocab, found);
-        for (int s = 0; s < n; s++) tokens[s] = found[s], positions[s]++, lens[s]++;
-    }
-    return steps;
+// See rounds.h.
+int karui_rounds(void* model, const Rounds* rounds) { return Deciding(*(Model*)model, *rounds).run(); }
+
+// One draft on the calling thread. Returns the number of nodes.
+int karui_draft(const Drafter* drafter, const Linear* embedding, const Draft* draft) {
+    static thread_local Team alone(1);
+    static thread_local Drafting drafting;
+    return drafting.run(alone, *drafter, *embedding, *draft, nullptr, 1);
 }
 
 int karui_threads(void* model) { return ((Model*)model)->team.active(); }  // of the next step, see threads.h
