@@ -393,8 +393,8 @@ class Engine:
         if self.speculation is not None and self.speculation.native is not None:
             drafts = self.speculation.native | {"adapt": self.speculation.config.adaptive}
             aux_layers = self.speculation.aux_layers
-            if not self.speculation.drafts(len(alone)):
-                drafts["nodes"] = 0
+            room = self.scheduler.max_tokens // len(alone) - 1 if self.speculation.drafts(len(alone)) else 0
+            drafts["nodes"] = min(drafts["nodes"], room)
         size = self.pool.block_size
         rows, width = [work.sequence.table_row for work in plan.works], max(-(-a.reach // size) for a in alone)
         tables = np.ascontiguousarray(self.scheduler.tables[rows, :width])
@@ -531,10 +531,11 @@ class Engine:
             self._end_group(group, "error", NOT_NUMBERS)
             return []
         forks = params.n > 1 and len(group.lives) == 1  # the prompt is computed: the others share its blocks
-        if live.fast or (row in rows.drawn and params.logprobs is None and not forks):
+        known = rows.logprobs.get(row) if params.logprobs == 0 else None
+        if live.fast or (row in rows.drawn and not forks and (params.logprobs is None or known is not None)):
             token = rows.best[row] if live.fast else rows.drawn[row][0]
             s.tokens.append(token)
-            self._emit(live, [token], None)
+            self._emit(live, [token], None if known is None else [known])
             return [token]
         logits = rows.numpy(row)
         if group.beams is not None:
@@ -796,6 +797,7 @@ class _Rows:
     def __init__(self, output: StepOutput) -> None:
         self.output = output
         self.drawn: dict[int, tuple[int, float]] = {}
+        self.logprobs: dict[int, TokenLogprob] = {}
         logits = output.logits
         if self.on_gpu:
             top = logits.max(-1)
@@ -809,11 +811,12 @@ class _Rows:
         return self.output.logits[row].cpu().numpy()
 
     def draw(self, rows: list[int], draws: list[tuple[SamplingParams, int, int]]) -> None:
-        """Draw a token for each of `rows`; on a GPU there, without its probability, where no logprob is wanted."""
-        there = [i for i, (params, _, _) in enumerate(draws) if self.on_gpu and params.logprobs is None]
+        """Draw a token for each of `rows`; on a GPU there, where no alternatives are wanted beside it."""
+        there = [i for i, (params, _, _) in enumerate(draws) if self.on_gpu and not params.logprobs]
         if there:
-            tokens = sample_on_device(self.output.logits[[rows[i] for i in there]], [draws[i] for i in there])
-            self.drawn = {rows[i]: (token, float("nan")) for i, token in zip(there, tokens, strict=True)}
+            found = sample_on_device(self.output.logits[[rows[i] for i in there]], [draws[i] for i in there])
+            self.drawn = {rows[i]: (token, chance) for i, (token, chance, _) in zip(there, found, strict=True)}
+            self.logprobs = {rows[i]: logprob for i, (_, _, logprob) in zip(there, found, strict=True)}
         rest = {row: draw for row, draw in zip(rows, draws, strict=True) if row not in self.drawn}
         if rest:
             self.drawn |= dict(zip(rest, sample_rows(self.take(list(rest)), list(rest.values())), strict=True))

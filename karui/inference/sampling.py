@@ -97,9 +97,11 @@ def sample_rows(logits: np.ndarray, draws: Sequence[tuple[SamplingParams, int, i
     return drawn
 
 
-def sample_on_device(logits: torch.Tensor, draws: Sequence[tuple[SamplingParams, int, int]]) -> list[int]:
-    """Tokens for rows of `logits` [L, V] where they lie, of the same distributions by numbers of their own (`kernels.sampling`):
-    only the tokens leave the GPU. A row's draw is its own alone here too."""
+def sample_on_device(
+    logits: torch.Tensor, draws: Sequence[tuple[SamplingParams, int, int]]
+) -> list[tuple[int, float, TokenLogprob]]:
+    """`sample_rows` for rows of `logits` [L, V] where they lie, by random numbers of the device's own (`kernels.sampling`), with
+    each token's logprob: the logits do not leave the GPU. A row's draw is its own alone here too."""
     from karui.kernels.sampling import Settings
     from karui.kernels.sampling import sample as draw_rows
 
@@ -109,7 +111,10 @@ def sample_on_device(logits: torch.Tensor, draws: Sequence[tuple[SamplingParams,
     floats = torch.tensor([temperature, top_p, min_p], device=device)
     whole = torch.tensor([top_k, seed, position], device=device)
     settings = Settings(temperature=floats[0], top_k=whole[0], top_p=floats[1], min_p=floats[2], seed=whole[1], position=whole[2])
-    return draw_rows(logits, settings).tolist()
+    tokens, chances, raw = draw_rows(logits, settings)
+    columns = torch.stack((chances.double(), raw.double(), chances.double().log()), 1).tolist()
+    return [(token, chance, TokenLogprob(token, plain, processed, ()))
+            for token, (chance, plain, processed) in zip(tokens.tolist(), columns, strict=True)]
 
 
 def logprobs_of(logits: np.ndarray, token: int, probability: float, top: int) -> TokenLogprob:

@@ -307,7 +307,7 @@ def test_sampling_limits(wrong):
 
 
 def test_drawing_where_the_logits_are(monkeypatch):
-    """As on a GPU: rows are drawn by `kernels.sampling`, each by its own seed and place; with logprobs, by the plain sampler."""
+    """As on a GPU: rows are drawn by `kernels.sampling`, each by its own seed and place; with alternatives, by the plain sampler."""
     from karui.inference import engine as module
 
     plain = engine_of()[1]
@@ -330,3 +330,10 @@ def test_drawing_where_the_logits_are(monkeypatch):
     got = engine.generate([texts[1]], logged)[0].completions[0]
     monkeypatch.setattr(module._Rows, "on_gpu", False)
     assert got.token_ids == plain.generate([texts[1]], logged)[0].token_ids and len(got.logprobs) == 6
+    # without alternatives the token's own two logprobs come from the GPU as well
+    monkeypatch.setattr(module._Rows, "on_gpu", True)
+    cut = SamplingParams(max_tokens=6, temperature=0.7, top_k=30, seed=4, logprobs=0)
+    got = engine.generate([texts[1]], cut)[0].completions[0]
+    score = engine.score([[*texts[1], *got.token_ids]])[0][-6:]
+    assert (torch.tensor([t.raw for t in got.logprobs]) - score).abs().max() < 1e-4
+    assert all(t.token == i and t.processed > t.raw for t, i in zip(got.logprobs, got.token_ids, strict=True))

@@ -139,3 +139,17 @@ def test_activation_bits(options, said, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(KaruiError, match=said):
         Engine.load(tmp_path, **options)
+
+
+def test_rollouts_take_the_triton_runner_where_it_serves(monkeypatch):
+    from karui.trainers.objectives import engine_sampler
+
+    made = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for module, name in ((gpu, "TritonRunner"), (loading, "TorchRunner")):
+        monkeypatch.setattr(module, name, lambda config, weights, device, dtype, *rest, name=name: made.append((name, dtype)))
+    monkeypatch.setattr("karui.inference.models.decoder.TorchRunner", loading.TorchRunner)
+    for reason in ("", "model type gemma"):
+        monkeypatch.setattr(gpu, "unsuited", lambda config, device, reason=reason: reason)
+        engine_sampler.make_runner(None, {})
+    assert made == [("TritonRunner", torch.bfloat16), ("TorchRunner", torch.float32)]

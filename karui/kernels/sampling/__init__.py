@@ -27,11 +27,18 @@ class Settings:
     position: torch.Tensor
 
 
-def sample(logits: torch.Tensor, settings: Settings, backend: Backend = "auto") -> torch.Tensor:
-    """int64 [L] token ids of logits [L, V] (any float dtype).
+def sample(
+    logits: torch.Tensor, settings: Settings, backend: Backend = "auto"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A token per row of logits [L, V] (any float dtype), and how likely it was.
 
     top_k, then top_p, then min_p, on probabilities after temperature. The kernel finds the cut of top_k and top_p by bisection on
     the probability to 2^-24 of the largest: tokens closer than that to the border may fall on either side.
+
+    Returns:
+        tokens: int64 [L].
+        chances: fp32 [L], the token's probability among those that were kept; 1 for greedy rows.
+        logprobs: fp32 [L], its log-probability under softmax(logits), without temperature and cuts.
 
     Raises:
         KaruiError: not a matrix, or settings of another length.

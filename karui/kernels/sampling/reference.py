@@ -35,15 +35,20 @@ def uniforms(size: int, seed: int, position: int) -> torch.Tensor:
     return ((words >> 8).float() + 0.5) * 2.0**-24
 
 
-def sample(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
+def sample(logits: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `karui.kernels.sampling.sample`."""
-    out = []
+    tokens, chances = [], []
     rows = zip(*(t.tolist() for t in vars(settings).values()))
     for row, (temperature, top_k, top_p, min_p, seed, position) in zip(logits.float(), rows):
         if temperature == 0:
-            out.append(int(row.argmax()))
+            tokens.append(int(row.argmax()))
+            chances.append(1.0)
             continue
         p = (row / temperature).softmax(-1)
+        keep = kept(p, top_k, top_p, min_p)
         score = p.log() - (-uniforms(len(p), seed, position).log()).log().to(p.device)
-        out.append(int(score.masked_fill(~kept(p, top_k, top_p, min_p), float("-inf")).argmax()))
-    return torch.tensor(out, dtype=torch.int64, device=logits.device)
+        tokens.append(int(score.masked_fill(~keep, float("-inf")).argmax()))
+        chances.append(float(p[tokens[-1]] / p[keep].sum()))
+    drawn = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    logprobs = logits.float().log_softmax(-1).gather(1, drawn[:, None])[:, 0]
+    return drawn, torch.tensor(chances, device=logits.device), logprobs

@@ -29,8 +29,8 @@ def _above(row, V, inverse, top, floor, least, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sample(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr, stride, V,
-            STEPS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _sample(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr, chance_ptr,
+            logprob_ptr, stride, V, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     line = tl.program_id(0)
     row = logits_ptr + line.to(tl.int64) * stride
     temperature = tl.load(temperature_ptr + line)
@@ -40,8 +40,9 @@ def _sample(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_p
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
         at = start + cols
-        largest = tl.maximum(largest, tl.load(row + at, at < V, float("-inf")).to(tl.float32) * inverse)
-    top = tl.max(largest)
+        largest = tl.maximum(largest, tl.load(row + at, at < V, float("-inf")).to(tl.float32))
+    peak = tl.max(largest)
+    top = peak * inverse
     floor = 0.0
     top_k, top_p = tl.load(top_k_ptr + line), tl.load(top_p_ptr + line)
     if (top_k > 0) & (top_k < V) & (temperature != 0.0):
@@ -69,35 +70,47 @@ def _sample(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_p
     position = tl.load(position_ptr + line)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
+    kept = tl.zeros([BLOCK], tl.float32)
+    whole = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         at = start + cols
-        x = tl.load(row + at, at < V, float("-inf")).to(tl.float32) * inverse - top
+        plain = tl.load(row + at, at < V, float("-inf")).to(tl.float32)
+        x = plain * inverse - top
+        whole += tl.exp(plain - peak)
         fill = at * 0
         word, _b, _c, _d = tl.philox(seed, at, fill + position, fill, fill)
         uniform = ((word >> 8).to(tl.float32) + 0.5) * 0.000000059604644775390625
         score = tl.where(greedy, x, x - tl.log(-tl.log(uniform)))
-        score = tl.where((tl.exp(x) >= floor) & (at < V), score, float("-inf"))
+        inside = (tl.exp(x) >= floor) & (at < V)
+        kept += tl.where(inside, tl.exp(x), 0.0)
+        score = tl.where(inside, score, float("-inf"))
         better = score > best
         where = tl.where(better, at, where)
         best = tl.where(better, score, best)
     winner = tl.max(best)
-    tl.store(out_ptr + line, tl.min(tl.where(best == winner, where, 2147483647)).to(tl.int64))
+    token = tl.min(tl.where(best == winner, where, 2147483647))
+    chosen = tl.load(row + token).to(tl.float32)
+    tl.store(out_ptr + line, token.to(tl.int64))
+    tl.store(chance_ptr + line, tl.where(greedy, 1.0, tl.exp(chosen * inverse - top) / tl.sum(kept)))
+    tl.store(logprob_ptr + line, chosen - peak - tl.log(tl.sum(whole)))
 
 
-def sample(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
+def sample(logits: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `karui.kernels.sampling.sample`."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, vocabulary = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    chances, logprobs = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     s = settings
     values = s.temperature.float(), s.top_k.int(), s.top_p.float(), s.min_p.float(), s.seed.long(), s.position.int()
     if rows:
-        _sample[(rows,)](logits, *(v.contiguous() for v in values), out, logits.stride(0), vocabulary, STEPS=_STEPS,
-                         BLOCK=min(triton.next_power_of_2(vocabulary), 4096), num_warps=8)  # fmt: skip
-    return out
+        _sample[(rows,)](logits, *(v.contiguous() for v in values), out, chances, logprobs, logits.stride(0), vocabulary,
+                         STEPS=_STEPS, BLOCK=min(triton.next_power_of_2(vocabulary), 4096), num_warps=8)  # fmt: skip
+    return out, chances, logprobs
 
 
 def offline_cases() -> list[Case]:
     types = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32",
-             "seed_ptr": "*i64", "position_ptr": "*i32", "out_ptr": "*i64", "stride": "i32", "V": "i32"}  # fmt: skip
+             "seed_ptr": "*i64", "position_ptr": "*i32", "out_ptr": "*i64", "chance_ptr": "*fp32",
+             "logprob_ptr": "*fp32", "stride": "i32", "V": "i32"}  # fmt: skip
     return [Case("sampling", _sample, types, {"STEPS": _STEPS, "BLOCK": 4096}, WIDE_LOADS, 8)]

@@ -46,7 +46,7 @@ class EngineSampler:
         weights = dense_weights(model, spec)
         runner = make_runner(config, weights)
         self.engine = Engine(runner, None, eos_token_ids=list(end), max_context=max_context, max_sequences=max_sequences,
-                             kv_dtype="float32" if spec.format == "none" else "auto")
+                             kv_dtype="float32" if spec.format == "none" and not torch.cuda.is_available() else "auto")
         self.end = frozenset(end)
         self.version = 0
         self.num_tokens, self.seconds = 0, 0.0
@@ -125,7 +125,8 @@ def _weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def make_runner(config: Any, weights: Mapping[str, Any]) -> Any:
-    """The fastest runner here for weights in memory, on torch's number of threads: native if it serves the model, else torch."""
+    """The fastest runner here for weights in memory: on a GPU Triton's in bf16, on a CPU the native one on torch's number of
+    threads; torch's in fp32 for models that these do not serve."""
     from karui.inference.models.decoder import TorchRunner
 
     if not torch.cuda.is_available():
@@ -136,4 +137,10 @@ def make_runner(config: Any, weights: Mapping[str, Any]) -> Any:
         except (ImportError, UnsupportedError) as error:
             logger.info("rollouts: the torch runner, because the native one cannot serve this model: %s", error)
             return TorchRunner(config, dict(weights), torch.device("cpu"), torch.float32, False)
-    return TorchRunner(config, dict(weights), torch.device("cuda"), torch.float32, False)
+    from karui.inference.models.gpu import TritonRunner, unsuited
+
+    device = torch.device("cuda")
+    if reason := unsuited(config, device):
+        logger.info("rollouts: the torch runner, because the triton one cannot serve this model: %s", reason)
+        return TorchRunner(config, dict(weights), device, torch.float32, False)
+    return TritonRunner(config, dict(weights), device, torch.bfloat16)
