@@ -20,7 +20,7 @@ from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import quantize
 from karui.qat.calibration import Block
 from karui.qat.search import weight_error
-from karui.qat.smoothquant import channel_maxima
+from karui.qat.smoothquant import statistics
 from karui.qat.types import LayerReport, MethodConfig
 
 
@@ -48,7 +48,7 @@ def linear(x: torch.Tensor, q: QTensor, threshold: float = 6.0) -> torch.Tensor:
 
 def quantize_block(block: Block, config: LLMInt8Config) -> None:
     """Round to int8 per channel; count the outlier columns of each linear's inputs."""
-    largest, seen = channel_maxima(block)
+    largest, seen, _ = statistics(block)
     maxima = {n: peak for group, peak in largest.items() for n in group.names}
     tokens = {n: count for group, count in seen.items() for n in group.names}
     for name, module in block.linears.items():

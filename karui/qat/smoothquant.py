@@ -4,8 +4,9 @@
 
 Maxima run over the calibration tokens and over all linears that read the tensor. Afterwards weights are rounded to nearest on
 the given grid (w8a8, the paper's; any other works) and activations are quantized per token at run time when the spec says a8.
-Departure: the paper folds into norms only; here v_proj and up_proj take factors too (`everywhere`, see `fold`), because the
-hardest channels are down_proj's inputs, which no norm feeds; and alpha is 0.7 (docs/log.md, W8A8).
+Departures: the paper folds into norms only; here v_proj and up_proj take factors too (`everywhere`, see `fold`), because the
+hardest channels are down_proj's inputs, which no norm feeds; and the paper's one alpha for the whole model is searched for each
+tensor instead, by the error of the products that read it (docs/log.md, W8A8).
 The report holds each linear's static activation scale, max|X / s| / 127, for runtimes that want one. An expert's inputs are not
 smoothed: its norm also feeds the router, which has no say in the factors.
 """
@@ -15,18 +16,24 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
+from karui.kernels.quantize import quantize
+from karui.qat.activations import fake_quantize_tokens
 from karui.qat.calibration import Block, Group
-from karui.qat.fold import all_groups, pairs
+from karui.qat.fold import Pair, all_groups, pairs
 from karui.qat.rtn import RTNConfig, rounded
 from karui.qat.search import weight_error
 from karui.qat.types import LayerReport, MethodConfig
 
+ALPHAS = tuple(i / 20 for i in range(4, 20))
+ROWS = 512  # of each weight, and twice as many tokens, evenly spread, judge an alpha
+
 
 class SmoothQuantConfig(MethodConfig):
-    """alpha: 0.5 (the paper's) shares the difficulty, 0.8 suits models with harder outliers; everywhere: fold into linears too,
-    not only into norms; clip_search: search weight scales as RTN does (int8 weights gain next to nothing)."""
+    """alpha: 0.5 (the paper's) shares the difficulty, 0.8 suits models with harder outliers; None: searched for each tensor;
+    everywhere: fold into linears too, not only into norms; clip_search: search weight scales as RTN does (int8 weights gain next
+    to nothing)."""
 
-    alpha: float = Field(0.7, ge=0, le=1)
+    alpha: float | None = Field(None, ge=0, le=1)
     everywhere: bool = True
     clip_search: bool = False
 
@@ -36,7 +43,7 @@ CONFIG = SmoothQuantConfig
 
 def quantize_block(block: Block, config: SmoothQuantConfig) -> None:
     """Fold the block's factors, then round its linears."""
-    largest, tokens = channel_maxima(block)
+    largest, tokens, samples = statistics(block)
     targeted = {n: g for g in largest for n in g.names}
     notes: dict[str, str] = {}
     for pair in pairs(block, all_groups(block)):
@@ -46,12 +53,12 @@ def quantize_block(block: Block, config: SmoothQuantConfig) -> None:
             continue
         group = targeted[pair.consumers[0]]
         peak = torch.stack([block.linears[n].weight.detach().float().abs().amax(0) for n in pair.consumers]).amax(0)
-        s = factors(largest[group], peak, config.alpha)
-        s = pair.share(s)
+        alpha = search_alpha(block, pair, group, largest[group], peak, samples[group]) if config.alpha is None else config.alpha
+        s = pair.share(factors(largest[group], peak, alpha))
         pair.fold(s, block.linears_all)
         largest[group] = largest[group] / s
         block.weights[pair.producer] = pair.module.weight.detach().cpu().clone()  # type: ignore[operator]
-        notes |= dict.fromkeys(pair.consumers, f"smoothed into {pair.producer}")
+        notes |= dict.fromkeys(pair.consumers, f"smoothed into {pair.producer}, alpha {alpha:.2f}")
     for name, linear in block.linears.items():
         w = linear.weight.detach().float()
         q = rounded(w, block.specs[name], RTNConfig(clip_search=config.clip_search), name)
@@ -70,17 +77,46 @@ def factors(x_max: torch.Tensor, w_max: torch.Tensor, alpha: float) -> torch.Ten
     return torch.where((x_max == 0) | (w_max == 0), torch.ones_like(s), s).clamp(1e-4, 1e4)
 
 
-def channel_maxima(block: Block) -> tuple[dict[Group, torch.Tensor], dict[Group, int]]:
-    """max|x| per input channel of every group over all calibration tokens, and their number, the block still unquantized."""
-    found: dict[Group, torch.Tensor] = {}
+def search_alpha(
+    block: Block, pair: Pair, group: Group, x_max: torch.Tensor, w_max: torch.Tensor, x: torch.Tensor
+) -> float:
+    """The alpha of `ALPHAS` whose rounded operands give the products x W^T nearest to the exact ones, in relative error over all
+    readers of the tensor; x [n, in] is a sample of it."""
+    readers = []
+    for n in group.names:
+        w = block.linears[n].weight.detach().float()
+        w = w[:: max(1, len(w) // ROWS)]
+        exact = x @ w.T
+        readers.append((w, block.specs[n], exact, float(exact.square().sum()) or 1.0))
+
+    def error(alpha: float) -> float:
+        s = pair.share(factors(x_max, w_max, alpha))
+        total = 0.0
+        for w, spec, exact, size in readers:
+            smooth = x / s
+            seen = fake_quantize_tokens(smooth) if spec.activation_bits == 8 else smooth
+            total += float((seen @ quantize(w * s, spec).dequantize(torch.float32).T - exact).square().sum()) / size
+        return total
+
+    return min(ALPHAS, key=error) if len(x) else 0.5
+
+
+def statistics(block: Block) -> tuple[dict[Group, torch.Tensor], dict[Group, int], dict[Group, torch.Tensor]]:
+    """Of every group, the block still unquantized: max|x| per input channel over all calibration tokens, their number, and a
+    sample of the inputs [n, in]."""
+    largest: dict[Group, torch.Tensor] = {}
     tokens: dict[Group, int] = {}
+    samples: dict[Group, list[torch.Tensor]] = {}
+    step = max(1, block.tokens // (2 * ROWS))
     for stage in block.stages():
         for group in stage:
-            found[group] = torch.zeros(block.linears[group.names[0]].in_features, device=block.device)
+            largest[group] = torch.zeros(block.linears[group.names[0]].in_features, device=block.device)
             tokens[group] = 0
+            samples[group] = [largest[group].new_empty(0, len(largest[group]))]
         for group, x in block.capture(stage):
             if len(x):
-                found[group] = torch.maximum(found[group], x.detach().float().abs().amax(0))
+                largest[group] = torch.maximum(largest[group], x.detach().float().abs().amax(0))
+                samples[group].append(x[-tokens[group] % step :: step].detach().float())
             tokens[group] += len(x)
     block.forget()
-    return found, tokens
+    return largest, tokens, {group: torch.cat(found) for group, found in samples.items()}
