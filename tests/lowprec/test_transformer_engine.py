@@ -77,11 +77,33 @@ def test_arguments_of_the_recipes(monkeypatch):
     assert kwargs == {"disable_rht": False, "disable_stochastic_rounding": True, "disable_2d_quantization": False}
 
 
+REAL = {"fp8-delayed": "DelayedScaling", "fp8-current": "Float8CurrentScaling", "fp8-blockwise": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}  # fmt: skip
+
+
 @pytest.mark.peer
 def test_real_recipes():
+    """The package's own classes; NVTE_PROJECT_BUILDING=1 lets it import where CUDA's libraries are absent."""
     recipe = pytest.importorskip("transformer_engine.common.recipe")
-    assert isinstance(te_recipe(Precision(recipe="fp8-delayed")), recipe.DelayedScaling)
+    for name, kind in REAL.items():
+        assert type(te_recipe(Precision(recipe=name))) is getattr(recipe, kind)
     assert te_recipe(Precision(recipe="nvfp4", hadamard=False)).disable_rht
+    assert te_recipe(Precision(recipe="fp8-delayed", history=16)).amax_history_len == 16
+
+
+@pytest.mark.peer
+def test_the_real_package_without_its_compiled_part():
+    pytest.importorskip("transformer_engine.common.recipe")
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception:
+        model = nn.Sequential(nn.Linear(32, 32))
+        before = model[0]
+        with pytest.raises(UnsupportedError, match="its compiled part does not load here"):
+            convert(model, Precision(recipe="fp8-current"))
+        assert model[0] is before
+    else:
+        pytest.skip("its compiled part is here")
 
 
 def test_conversion_names_every_odd_layer_and_changes_nothing():
