@@ -86,7 +86,12 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
     from karui.kernels.gemm_fp8 import gemm_fp8
     from karui.kernels.gemm_grouped import reference as grouped_reference
     from karui.kernels.gemm_mx import gemm_mx
-    from karui.kernels.gemm_weight import dequantize_weight, gemm_int8, gemm_weight, gemm_weight_dgrad, pack_weight
+    from karui.kernels.gemm_weight import dequantize_weight, gemm_float8, gemm_int8, gemm_weight, gemm_weight_dgrad, pack_weight
+    from karui.kernels.linear_loss import linear_loss
+    from karui.kernels.linear_loss import reference as loss_reference
+    from karui.kernels.linear_loss.triton import divergence_rows
+    from karui.kernels.lora import lora_linear
+    from karui.kernels.lora import reference as lora_reference
     from karui.kernels.quantize import quantize
     from karui.kernels.quantize.scaled_float8 import quantize_float8
     from karui.kernels.rms_norm import reference as norm_reference
@@ -118,6 +123,31 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
                               randn(17, 48, dtype=half), randn(501, 48, dtype=half))
 
     made["linear cross entropy"] = (loose, entropy)
+
+    def distilled(kind: str) -> float:
+        teacher = randn(17, 501) * 2
+
+        def exact(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return loss_reference.loss_sum(h, w, teacher.double(), lambda t, s: loss_reference.divergence(kind, t, s, 0.3), 1.5)
+
+        return differentiated(lambda h, w: linear_loss(h, w, divergence_rows(kind, teacher, temperature=1.5, beta=0.3), 8)[0], exact,
+                              randn(17, 48, dtype=half), randn(501, 48, dtype=half))
+
+    for kind in ("forward_kl", "reverse_kl", "jsd"):
+        made[f"linear distillation, {kind}"] = (loose, lambda kind=kind: distilled(kind))
+
+    def adapted(spec: str | None, rows: int) -> float:
+        from karui.adapters.quantized_linear import BaseWeight, QuantizedLinear
+
+        base = None if spec is None else QuantizedLinear(quantize(randn(72, 256), QuantSpec.parse(spec)))
+        w = (randn(72, 256) if base is None else base.dequantize(torch.float32)).to(half if base is None else torch.float32)
+        weight = (lambda dtype: w.to(dtype)) if base is None else BaseWeight(base)
+        return differentiated(lambda x, a, b: lora_linear(x, weight, None, a, b, 0.5, "triton"),
+                              lambda x, a, b: lora_reference.lora_linear(x, w.double(), None, a, b, 0.5),
+                              randn(rows, 256, dtype=half), randn(9, 256, dtype=half), randn(72, 9, dtype=half))
+
+    for spec in (None, "nf4", "w4g32"):
+        made[f"LoRA over {spec or 'a dense base'}"] = (loose, lambda spec=spec: max(adapted(spec, m) for m in ((5, 700) if GPU else (19,))))
 
     def attention() -> float:
         cu = torch.tensor([0, 9 * big, 9 * big + 1, 21 * big], device=DEVICE)
@@ -171,7 +201,7 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
         errors.append(float(not torch.equal(dequantize_weight(w, torch.float32, "triton"), q.dequantize())))
         return max(errors)
 
-    for spec in ("w4g128", "w4g32a", "nf4", "w8", "w1.58"):
+    for spec in ("w4g128", "w4g32a", "nf4", "w8", "w1.58", "fp8", "mxfp8", "mxfp4", "nvfp4"):
         made[f"packed weight {spec}"] = (2e-2, lambda spec=spec: max(packed(spec, m) for m in ((1, 33) if GPU else (3,))))
 
     def whole(spec: str) -> float:
@@ -180,6 +210,13 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
 
     for spec in ("w8", "w1.58"):
         made[f"int8 x {spec}"] = (1e-5, lambda spec=spec: whole(spec))
+
+    def eight_bits() -> float:
+        w, x = pack_weight(quantize(randn(72, 1040), QuantSpec.parse("fp8"))), randn(5, 1040)
+        return relative(gemm_float8(x, w, None, "triton"), gemm_float8(x, w, None, "torch"))
+
+    if eight or not GPU:
+        made["E4M3 x fp8, few rows"] = (3e-3 if GPU else 1e-5, eight_bits)
 
     def paged(dtype: torch.dtype) -> float:
         from karui.kernels.paged_attention import triton as kernel
@@ -210,7 +247,37 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
         return float((sample(logits, settings, "triton")[0] != sample(logits, settings, "torch")[0]).sum())
 
     made["sampling, draws that differ"] = (0.0, drawn)
+    for spec, kv_dtype in ((None, "fp8"), ("w4g32", "int8"), ("nvfp4", "fp8")):
+        made[f"runner {spec or 'dense'}, {kv_dtype} cache, decoding{' by graph' if GPU else ''}"] = (
+            6e-2 if GPU else 1e-3, lambda spec=spec, kv_dtype=kv_dtype: runner(spec, kv_dtype))  # fmt: skip
     return made
+
+
+def runner(spec: str | None, kv_dtype: str) -> float:
+    """Logits of a prefill and two decoding steps of two sequences, on the kernels' runner and on the plain one."""
+    from karui.inference.batch import StepBatch
+    from karui.inference.models.config import from_hf
+    from karui.inference.models.decoder import TorchRunner
+    from karui.inference.models.gpu import TritonRunner
+    from karui.kernels.quantize import quantize
+
+    model = llama(2, vocab_size=101, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    weights = {n: w for n, w in model.state_dict().items() if n != "lm_head.weight"}
+    made = {n: quantize(w, QuantSpec.parse(spec)) if spec and w.ndim == 2 and "embed" not in n else w for n, w in weights.items()}
+    config, dtype = from_hf(model.config.to_dict()), torch.bfloat16 if GPU else torch.float32
+    runners = TritonRunner(config, made, DEVICE, dtype), TorchRunner(config, made, DEVICE, dtype)
+    tables, worst = torch.tensor([[3, 1], [2, 0]]), 0.0
+    for each in runners:
+        each.allocate(4, 16, kv_dtype)
+    for rows, seen in ((5, 0), (1, 5), (1, 6)):
+        positions = torch.arange(seen, seen + rows).repeat(2)
+        slots = torch.cat([tables[s, 0] * 16 + torch.arange(seen, seen + rows) for s in range(2)])
+        batch = StepBatch(*(t.int() for t in (
+            torch.arange(2 * rows) + seen, positions, slots, torch.tensor([0, rows, 2 * rows]), torch.tensor([seen + rows] * 2), tables,
+            torch.tensor([rows - 1, 2 * rows - 1]))))  # fmt: skip
+        got, want = (each.forward(batch).logits for each in runners)
+        worst = max(worst, relative(got, want))
+    return worst
 
 
 def correctness() -> list[Figure]:
@@ -302,8 +369,10 @@ def quantizers(copy: float) -> list[Figure]:
 
 
 def decoding(copy: float) -> list[Figure]:
-    from karui.kernels.gemm_weight import PackedWeight, gemm_weight
+    from karui.kernels.gemm_weight import PackedWeight, gemm_float8, gemm_int8, gemm_weight, pack_weight, takes_float8, takes_int8
     from karui.kernels.paged_attention import Cache, Plan, paged_attention
+    from karui.kernels.quantize import quantize
+    from karui.kernels.triton_support import obstacle
 
     figures, n, k = [], 28672, 8192
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
@@ -315,15 +384,27 @@ def decoding(copy: float) -> list[Figure]:
             speed = w.num_bytes / milliseconds(in_graph(lambda x=x, w=w: gemm_weight(x, w))) / 1e6
             goal = 0.75 if (m, group) == (1, 128) else None
             figures.append(Figure(name=f"W4A16 g{group}, {m} rows, {n}x{k}", ours=speed, unit="GB/s", peer=copy, peer_name="copy", goal=goal))
-    for name, sequences, context in (("32 sequences", 32, 4096), ("1 sequence", 1, 32768)):
+    for spec in ("fp8", "nvfp4", "w8", "w1.58"):
+        w = pack_weight(quantize(randn(4096, 8192), QuantSpec.parse(spec)))
+        forms = {"A16": gemm_weight} | ({"A8": gemm_float8} if takes_float8(w) and not obstacle(DEVICE, 89) else {})
+        forms |= {"A8": gemm_int8} if takes_int8(w) else {}
+        for name, product in forms.items():
+            x = randn(1, 8192, dtype=torch.bfloat16)
+            product(x, w)  # tunes outside of the graph
+            speed = w.num_bytes / milliseconds(in_graph(lambda x=x, w=w, f=product: f(x, w))) / 1e6
+            figures.append(Figure(name=f"{spec} {name}, 1 row, 4096x8192", ours=speed, unit="GB/s", peer=copy, peer_name="copy"))
+    for name, sequences, context, eight in (("32 sequences", 32, 4096, False), ("32 sequences", 32, 4096, True), ("1 sequence", 1, 32768, False)):
         blocks = sequences * context // 16
-        cache = Cache(*(randn(blocks * 16, 8, 128, dtype=torch.bfloat16) for _ in range(2)))
+        slots = blocks * 16
+        dtype = torch.float8_e4m3fn if eight else torch.bfloat16
+        scales = [torch.rand(slots, 8, device=DEVICE) if eight else None for _ in range(2)]
+        cache = Cache(*(randn(slots, 8, 128, dtype=torch.bfloat16).to(dtype) for _ in range(2)), *scales)
         tables = torch.randperm(blocks, device=DEVICE).int().reshape(sequences, -1)
         plan = Plan(torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE), torch.full((sequences,), context, dtype=torch.int32, device=DEVICE), tables, 16, 1)
         q = randn(sequences, 32, 128, dtype=torch.bfloat16)
-        moved = 2 * blocks * 16 * 8 * 128 * 2
+        moved = 2 * slots * 8 * (128 * dtype.itemsize + (4 if eight else 0))
         speed = moved / milliseconds(in_graph(lambda q=q, c=cache, p=plan: paged_attention(q, c, p, 0.09))) / 1e6
-        figures.append(Figure(name=f"paged decode, {name} of {context}", ours=speed, unit="GB/s", peer=copy, peer_name="copy"))
+        figures.append(Figure(name=f"paged decode, {name} of {context}{', fp8' if eight else ''}", ours=speed, unit="GB/s", peer=copy, peer_name="copy"))
         del cache
     return figures
 
@@ -346,11 +427,12 @@ def attention(bf16: float) -> list[Figure]:
     return figures
 
 
-def llama(layers: int = 16) -> Any:
+def llama(layers: int = 16, **changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers, num_attention_heads=32,
-                         num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=True)
+    sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(num_hidden_layers=layers, max_position_embeddings=8192, tie_word_embeddings=True, **(sizes | changes))
+    torch.manual_seed(0)
     with torch.device(DEVICE):
         return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
 
@@ -387,6 +469,91 @@ def training() -> list[Figure]:
             figures.append(Figure(name=f"step, {recipe}", ours=tokens.numel() / step_ms(recipe) * 1e3, unit="tokens/s", peer=plain, peer_name="bf16", goal=1.2))
         except Exception as problem:
             figures.append(Figure(name=f"step, {recipe}", ours=None, unit="tokens/s", note=f"{type(problem).__name__}: {str(problem)[:200]}"))
+    return figures
+
+
+def qlora_step(model: Any, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """karui's QLoRA step (NF4 with double quantization, rank 16 on every linear) on the rows of `tokens` [n, length] as packed
+    documents; gives the mean loss."""
+    from karui.adapters.lora import attach
+    from karui.configs.steps import LoraStep
+    from karui.trainers.data import IGNORE
+    from karui.trainers.model import ATTENTION, LossSum, install_lean_ops, register_attention
+
+    register_attention()
+    model.set_attn_implementation(ATTENTION)
+    adapted = attach(model, LoraStep(method="qlora", base="nf4dq", rank=16, alpha=32)).model.to(DEVICE)
+    install_lean_ops(adapted)
+    loss_sum, (rows, length) = LossSum(adapted, 4096), tokens.shape
+    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)], 1).flatten()
+    positions, borders = torch.arange(length, device=DEVICE).repeat(rows), torch.arange(0, rows * length + 1, length, device=DEVICE)
+    return _steps(adapted, lambda: loss_sum(tokens.flatten(), positions, borders, targets) / (rows * (length - 1)))
+
+
+def peft_step(model: Any, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The same by peft over bitsandbytes' 4-bit linears."""
+    import bitsandbytes as bnb
+    from peft import LoraConfig, get_peft_model
+
+    head = model.get_output_embeddings()
+    for name, linear in [(n, m) for n, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head]:
+        four = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        four.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4")
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, four.to(DEVICE))
+    adapted = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return _steps(adapted, lambda: adapted(tokens, labels=tokens).loss)
+
+
+def _steps(model: Any, loss_of: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=GPU)
+
+    def step() -> torch.Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def qlora() -> list[Figure]:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("peft", "bitsandbytes") if find_spec(name) is None]
+    tokens = torch.randint(0, 32000, (2, 4096), device=DEVICE)
+    ours = tokens.numel() / milliseconds(qlora_step(llama(), tokens), 5, False) * 1e3
+    torch.cuda.empty_cache()
+    peer, note = None, f"{' and '.join(missing)} not installed" if missing else ""
+    if not missing:
+        try:
+            peer = tokens.numel() / milliseconds(peft_step(llama(), tokens), 5, False) * 1e3
+        except Exception as problem:
+            note = f"the peer failed: {type(problem).__name__}: {str(problem)[:200]}"
+    return [Figure(name="QLoRA step of a 1B llama, nf4dq, rank 16", ours=ours, unit="tokens/s", peer=peer, peer_name="peft + bitsandbytes", note=note)]
+
+
+def lora() -> list[Figure]:
+    """Base product and update: karui's kernel against torch's three products."""
+    from karui.kernels.gemm_weight import pack_weight
+    from karui.kernels.gemm_weight.triton import gemm_lora
+    from karui.kernels.lora.triton import low_rank_matmul
+    from karui.kernels.quantize import quantize
+
+    figures = []
+    for rank in (16, 64):
+        x, w, a, b = (randn(*s, dtype=torch.bfloat16) for s in ((8192, 4096), (4096, 4096), (rank, 4096), (4096, rank)))
+        flops = 2 * 8192 * 4096 * (4096 + 2 * rank) / 1e9
+        ours = flops / milliseconds(lambda x=x, w=w, a=a, b=b: low_rank_matmul(x, w.t(), a.t(), b.t(), 2.0), flush=False)
+        peer = flops / milliseconds(lambda x=x, w=w, a=a, b=b: torch.mm(x, w.t()).addmm_(torch.mm(x, a.t()).mul_(2.0), b.t()), flush=False)
+        figures.append(Figure(name=f"LoRA forward, 8192x4096x4096, rank {rank}", ours=ours, unit="TFLOP/s", peer=peer, peer_name="torch, 3 products"))
+    packed = pack_weight(quantize(w, QuantSpec.parse("nf4")))
+    few = x[:256]
+    ours = milliseconds(lambda: gemm_lora(few, packed, None, a, b, 2.0))
+    figures.append(Figure(name="LoRA over nf4, 256 rows, 4096x4096, rank 64", ours=ours, unit="ms", better="lower"))
     return figures
 
 
@@ -447,7 +614,8 @@ def main() -> int:
         copy, bf16, found = ceilings()
         figures += found
         for name, part in (("GEMMs", lambda: gemms(bf16)), ("decoding", lambda: decoding(copy)), ("quantizers", lambda: quantizers(copy)),
-                           ("engine", engine), ("attention", lambda: attention(bf16)), ("training", training)):
+                           ("engine", engine), ("attention", lambda: attention(bf16)), ("LoRA", lora), ("QLoRA", qlora),
+                           ("training", training)):
             if left() < 60:
                 figures.append(Figure(name=name, ours=None, unit="", note="no time was left"))
                 continue

@@ -44,13 +44,13 @@ def encode(rows: torch.Tensor, spec: QuantSpec) -> dict[str, Any]:
     x = grouped(rows, spec)
     absmax = x.abs().amax(-1)
     scale = absmax if spec.double_quant else stored_scale(absmax, absmax > 0, spec)
-    codes = nearest_entry(x / inverse(scale).unsqueeze(-1), torch.tensor(CODEBOOK)).reshape(rows.shape)
+    codes = nearest_entry(x / inverse(scale).unsqueeze(-1), codebook(x.device)).reshape(rows.shape)
     if not spec.double_quant:
         return {"codes": codes, "scale": scale, "zero": None}
     mean = absmax.mean()
     flat = torch.nn.functional.pad((absmax - mean).flatten(), (0, -absmax.numel() % ABSMAX_BLOCK)).view(-1, ABSMAX_BLOCK)
     block = flat.abs().amax(-1)
-    stored = nearest_entry(flat / inverse(block).unsqueeze(-1), dynamic_map()).flatten()[: absmax.numel()].view_as(absmax)
+    stored = nearest_entry(flat / inverse(block).unsqueeze(-1), _dynamic_map_on(x.device)).flatten()[: absmax.numel()].view_as(absmax)
     return {"codes": codes, "scale": stored, "zero": None, "extra": {"absmax_scale": block, "absmax_mean": mean.reshape(1)}}
 
 

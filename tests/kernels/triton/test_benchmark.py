@@ -8,19 +8,35 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu.py"
 
 
-def test_the_recipes_it_steps_exist():
-    from karui.lowprec import Precision
-
+@pytest.fixture(scope="module")
+def script():
     sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.path.remove(str(SCRIPT.parent))
-    assert [Precision.parse(name).uses_history for name in module.RECIPES] == [False] * len(module.RECIPES)
+    return module
+
+
+def test_the_recipes_it_steps_exist(script):
+    from karui.lowprec import Precision
+
+    assert [Precision.parse(name).uses_history for name in script.RECIPES] == [False] * len(script.RECIPES)
+
+
+def test_its_two_qlora_steps_do_the_same(script):
+    """karui's and peft's over bitsandbytes, on a tiny model: the same base, so the same losses for as long as steps are small."""
+    pytest.importorskip("bitsandbytes")
+    tiny = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = torch.randint(0, 96, (2, 12), device=script.DEVICE)
+    ours, peers = (make(script.llama(1, **tiny), tokens) for make in (script.qlora_step, script.peft_step))
+    losses = [(float(ours()), float(peers())) for _ in range(2)]
+    assert losses[1][0] < losses[0][0] and all(abs(a - b) < 2e-3 for a, b in losses), losses
 
 
 @pytest.mark.slow
