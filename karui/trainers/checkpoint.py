@@ -201,7 +201,8 @@ def check_belongs(state: Mapping[str, Any], recipe: Recipe, *, base: str, data: 
         shown = "; ".join(f"{k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in serious[:4])
         raise KaruiError(f"{source} belongs to another run ({shown}). Resume with the recipe it was started with, or start anew.")
     if state.get("base") != base:
-        raise KaruiError(f"{source} was trained on another base (fingerprint {state.get('base')}, this model's is {base}).")
+        raise KaruiError(f"{source} was trained on another base (fingerprint {state.get('base')}, this model's is {base}). "
+                         f"Restore that model, or start anew.")
     if state.get("data") != data:
         raise KaruiError(f"{source} was trained on other data: the samples' hash is {state.get('data')}, now it is {data}. "
                          f"Restore the files, or start anew.")

@@ -475,15 +475,20 @@ def _preflight(recipe: Recipe, world: int) -> None:
     Console().print(render(dry_run(recipe, world=world)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The whole path, what `karui train` runs too; a user's mistake prints its message and gives 2, a stopped run 130."""
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line: recipe, overrides, resume, dry_run."""
     parser = argparse.ArgumentParser(prog="karui.trainers.run", description="Train as a recipe says.")
     parser.add_argument("recipe", help="a YAML file or the name of a shipped recipe")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="PATH",
                         help="go on from the newest checkpoint of the run folder, or from PATH; auto: start when there is none")
     parser.add_argument("--dry-run", action="store_true", help="print what would happen; train nothing")
-    given = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole path, what `karui train` runs too; a user's mistake prints its message and gives 2, a stopped run 130."""
+    given = parse(argv)
     from karui.trainers.pipeline import run_pipeline
 
     try:

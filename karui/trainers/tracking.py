@@ -120,6 +120,8 @@ class Tracker:
         for tracker in self._mains():
             if tracker.name == "wandb":
                 self._guard(lambda t=tracker: t.log_table(name, columns=list(columns), data=[list(r) for r in rows]))
+            elif tracker.name == "trackio":
+                self._guard(lambda t=tracker: t.log({name: _trackio_table(columns, rows)}))
             elif tracker.name == "tensorboard":
                 lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
                 text = "\n".join([*lines, *(" | ".join(" ".join(cell.split()) for cell in row) for row in rows)])
@@ -161,6 +163,12 @@ class Tracker:
         except Exception as error:  # a tracker must not stop a run
             self.alive = False
             logger.warning("tracking stopped: %s; metrics still go to log.jsonl", error)
+
+
+def _trackio_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    import trackio
+
+    return trackio.Table(columns=list(columns), data=[list(row) for row in rows])
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -126,6 +126,28 @@ def test_an_accelerate_configuration_with_fsdp_is_taken_up(recipe_at, tmp_path):
     assert done.stdout.count("split over ranks") == 2 and len(losses(recipe.output)) == 4
 
 
+@pytest.mark.parametrize("device, kind", [("cuda", "CPUOffloadPolicy"), ("cpu", "OffloadPolicy")])
+def test_offload_of_the_accelerate_configuration_reaches_every_part_of_the_model(device, kind, monkeypatch, tiny_folder):
+    """On CPUs there is nothing to offload to; the GPU's calls are recorded, not made."""
+    from types import SimpleNamespace
+
+    import torch.distributed.device_mesh
+    import torch.distributed.fsdp
+
+    from karui.configs.recipe import ModelSection
+    from karui.trainers.model import LossSum, load_model
+    from karui.trainers.sharding import shard
+
+    calls = []
+    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", lambda *given: given)
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda module, **options: calls.append((module, options)))
+    loss = LossSum(load_model(ModelSection(name=str(tiny_folder))), 64)
+    plugin = SimpleNamespace(cpu_offload=True, reshard_after_forward=True)
+    shard(loss, SimpleNamespace(device=torch.device(device), num_processes=2, state=SimpleNamespace(fsdp_plugin=plugin)))
+    assert [type(options["offload_policy"]).__name__ for _, options in calls] == [kind] * 3
+    assert calls[-1][0] is loss and calls[0][1]["mesh"] == (device, (2,))
+
+
 def test_fsdp_in_version_1_is_refused(make_recipe, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")

@@ -173,6 +173,12 @@ def test_a_foreign_checkpoint_is_refused_by_what_differs(finished, make_recipe, 
     _, folder = finished
     with pytest.raises(KaruiError, match=r"optim\.lr"):
         run_recipe(make_recipe(optim={"lr": 7e-3}), resume=folder)
+    state = ckpt.list_checkpoints(folder)[0] / "state.json"
+    whole = state.read_text()
+    state.write_text(json.dumps({**json.loads(whole), "base": "0123456789abcdef"}))
+    with pytest.raises(KaruiError, match="another base .fingerprint 0123456789abcdef"):
+        run_recipe(finished[0], resume=state.parent)
+    state.write_text(whole)
     text = rows_file.read_text()
     rows_file.write_text(text.replace("what is", "tell me"))
     try:
@@ -366,13 +372,22 @@ def test_wandb_failing_does_not_stop_training(make_recipe, monkeypatch, reachabl
     assert len(list(result.folder.rglob("*.wandb"))) == (reachable == "offline")
 
 
-def test_tensorboard_files_hold_every_step(make_recipe):
+def test_tensorboard_files_hold_every_step_and_answers(make_recipe):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    result = run_recipe(make_recipe(track={"to": "tensorboard"}))
-    found = [EventAccumulator(str(folder)) for folder in {p.parent for p in result.folder.rglob("events.out*")}]
-    events = next(e.Reload() for e in found if "train/loss" in e.Reload().Tags()["scalars"])  # another holds hyperparameters
+    from karui.trainers.pipeline import run_pipeline
+
+    recipe = make_recipe(track={"to": "tensorboard"}, export=[{"spec": "w8"}],
+                         eval={"questions": ["what is 2 plus 2"], "speed": False, "held_out": False})  # fmt: skip
+    result = run_pipeline(recipe).run
+    found = [EventAccumulator(str(folder)).Reload() for folder in {p.parent for p in result.folder.rglob("events.out*")}]
+    events = next(e for e in found if "train/loss" in e.Tags()["scalars"])  # another holds hyperparameters
     assert [s.value for s in events.Scalars("train/loss")] == pytest.approx([x[1] for x in steps_of(result.folder)], rel=1e-6)
+    assert {"train/grad_norm", "train/tokens_per_s", "train/memory_bytes", "eval/loss"} <= set(events.Tags()["scalars"])
+    (said,) = events.Tensors("answers/text_summary")
+    assert b"what is 2 plus 2" in said.tensor_proto.string_val[0]
+    stored = "".join(p.read_text() for p in result.folder.rglob("hparams.yml"))
+    assert "optim.lr" in stored and "preflight.steps: 6" in stored
 
 
 def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(make_recipe):

@@ -1,4 +1,4 @@
-"""End to end: the examples of docs/adapters.md and docs/data.md do what they say."""
+"""End to end: the examples of docs/adapters.md, docs/data.md and docs/lowprec.md do what they say."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ def blocks(name, language):
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["adapters.md", "data.md"])
+@pytest.mark.parametrize("name", ["adapters.md", "data.md", "lowprec.md"])
 def test_yaml_examples_are_recipes(name):
     found = blocks(name, "yaml")
     assert found
@@ -43,6 +43,20 @@ def test_the_python_example_of_data(tmp_path):
     names = {"tokenizer": make_tokenizer(CHATML), "path": str(path)}
     exec(text, names)
     assert len(names["samples"]) == 2 and names["samples"].counts.duplicates == 8 and len(names["first_step"]) == 1
+
+
+def test_the_python_examples_of_low_precision(capsys):
+    from tests.adapters.test_lora import tiny
+
+    model = tiny()
+    before = {name: type(module) for name, module in model.named_modules()}
+    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+    first, *rest = blocks("lowprec.md", "python")
+    assert len(rest) == 2
+    exec(first, names)
+    assert "nvfp4" in capsys.readouterr().out and {name: type(module) for name, module in model.named_modules()} == before
+    for text in rest:  # they go on from the first one's imports
+        exec(text, names)
 
 
 def test_every_key_that_the_page_explains_exists():
