@@ -86,7 +86,10 @@ def run_recipe(
     recipe = resolve_precision(recipe, os.environ, cuda=torch.cuda.is_available())
     accelerator = _make_accelerator(recipe)
     _set_threads(recipe, accelerator)
-    matmul = recipe.run.matmul if accelerator.device.type == "cpu" else "fp32"
+    on_cpu = accelerator.device.type == "cpu"
+    if on_cpu:
+        _keep_freed_memory()
+    matmul = recipe.run.matmul if on_cpu else "fp32"
     # the recipe has the FP8 step now: accelerate must not wrap the model in modules of its own
     with without(os.environ, FP8_BACKEND), together(recipe, accelerator), matmul_precision(matmul):
         return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker)
@@ -201,6 +204,18 @@ def _run(
     final = None if loop.interrupted else folder / "final"
     return RunResult(folder=folder, final=final, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted,
                      tracker=tracker if hold_tracker else None)
+
+
+def _keep_freed_memory() -> None:
+    """glibc hands freed memory back to the kernel after every step and faults it in again in the next, a good part of a step's time
+    on a CPU; from now on it keeps what it has. Other C libraries are left alone."""
+    import ctypes
+
+    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(mmap_threshold, 32 << 20)  # the largest it takes; larger pieces are mapped one by one
+        mallopt(trim_threshold, -1)
 
 
 def _matmul_note(device: str) -> str:

@@ -45,35 +45,6 @@ struct Scratch {
     }
 };
 
-template <class P, int M, int N, bool ADD>  // M rows, N vectors of columns; panels of NR columns; k words deep
-void tile(int k, const float* a, const float* b, float* c, int64_t ldc) {
-    V x[M][N];
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) x[i][j] = set1(0.0f);
-    for (int p = 0; p < k; p++, a += MR, b += NR) {
-        V right[N];
-        for (int j = 0; j < N; j++) right[j] = load(b + j * W);
-#pragma GCC unroll 16
-        for (int i = 0; i < M; i++) {
-            const V left = set1(a[i]);
-            for (int j = 0; j < N; j++) x[i][j] = P::step(left, right[j], x[i][j]);
-        }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++, c += ldc)
-        for (int j = 0; j < N; j++) store(c + j * W, ADD ? add(load(c + j * W), x[i][j]) : x[i][j]);
-}
-
-template <class P, int M = MR>
-INLINE void tile_of(int m, int vectors, bool plus, int k, const float* a, const float* b, float* c, int64_t ldc) {
-    if constexpr (M > 1) {
-        if (m < M) return tile_of<P, M - 1>(m, vectors, plus, k, a, b, c, ldc);
-    }
-    if (vectors == 1) plus ? tile<P, M, 1, true>(k, a, b, c, ldc) : tile<P, M, 1, false>(k, a, b, c, ldc);
-    else plus ? tile<P, M, 2, true>(k, a, b, c, ldc) : tile<P, M, 2, false>(k, a, b, c, ldc);
-}
-
 // W rows of four columns, `row` apart, become four groups of W: out[j * width + i] = src[i * row + j].
 INLINE void transpose4(const float* src, int64_t row, float* out, int width) {
     const V q0 = load_fours(src, row), q1 = load_fours(src + row, row), q2 = load_fours(src + 2 * row, row), q3 = load_fours(src + 3 * row, row);
@@ -93,9 +64,14 @@ struct Fp32 {
     static void pack(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
         constexpr int WHOLE = (WIDTH + W - 1) / W * W, SPILL = WHOLE > WIDTH;  // what a step stores past its end, the next one overwrites
         int p = 0;
-        if (there >= WIDTH && line == 1)
+        if (line == 1 && there >= WIDTH)
             for (; p < k; p++)
                 for (int i = 0; i < WIDTH; i++) out[(int64_t)p * WIDTH + i] = src[p * depth + i];
+        else if (line == 1)
+            for (; p < k; p++) {
+                memcpy(out + (int64_t)p * WIDTH, src + p * depth, there * sizeof(float));
+                memset(out + (int64_t)p * WIDTH + there, 0, (WIDTH - there) * sizeof(float));
+            }
         else if (there >= WHOLE && depth == 1)
             for (; p + 4 + SPILL <= k; p += 4)
                 for (int i = 0; i < WIDTH; i += W) transpose4(src + i * line + p, line, out + (int64_t)p * WIDTH + i, WIDTH);
@@ -114,11 +90,17 @@ struct Bf16 {
     static void pack(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
         constexpr int WHOLE = (WIDTH + W - 1) / W * W;
         const int words = (k + 1) / 2;
-        if (line == 1 && there >= WHOLE) {
+        if (line == 1) {
+            float two[2][WHOLE] = {};
             for (int p = 0; p < words; p++, out += WIDTH)
                 for (int i = 0; i < WIDTH; i += W) {
-                    const float* first = src + 2 * p * depth + i;
-                    const V both = bf16_pairs(load(first), 2 * p + 1 < k ? load(first + depth) : set1(0.0f));
+                    const float *first = src + 2 * p * depth + i, *second = first + depth;
+                    if (there < WHOLE) {
+                        memcpy(two[0] + i, first, std::max(0, std::min(W, there - i)) * sizeof(float));
+                        if (2 * p + 1 < k) memcpy(two[1] + i, second, std::max(0, std::min(W, there - i)) * sizeof(float));
+                        first = two[0] + i, second = two[1] + i;
+                    }
+                    const V both = bf16_pairs(load(first), 2 * p + 1 < k ? load(second) : set1(0.0f));
                     if (i + W <= WIDTH || p + 1 < words) store(out + i, both);  // what spills, the next word overwrites
                     else memcpy(out + i, &both, (WIDTH - i) * sizeof(float));
                 }
@@ -146,6 +128,51 @@ struct Bf16 : Fp32 {
 };
 #endif
 
+// Panels of A and B that one tile of C is the product of, k words deep; k = 0 for none.
+struct Panels {
+    int k;
+    const float *a, *b;
+};
+
+template <class P, int M, int N>  // M rows, N vectors of columns; panels of NR columns
+INLINE void multiply(const Panels& p, V (&x)[M][N]) {
+    const float *a = p.a, *b = p.b;
+    for (int i = 0; i < p.k; i++, a += MR, b += NR) {
+        V right[N];
+        for (int j = 0; j < N; j++) right[j] = load(b + j * W);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            const V left = set1(a[m]);
+            for (int j = 0; j < N; j++) x[m][j] = P::step(left, right[j], x[m][j]);
+        }
+    }
+}
+
+// C (+)= the product of `first`, and of `second` in fp32 on top.
+template <class P, int M, int N, bool ADD>
+void tile(const Panels& first, const Panels& second, float* c, int64_t ldc) {
+    V x[M][N];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++) {
+        if (ADD) __builtin_prefetch(c + i * ldc, 1), __builtin_prefetch(c + i * ldc + (N - 1) * W, 1);
+        for (int j = 0; j < N; j++) x[i][j] = set1(0.0f);
+    }
+    multiply<P>(first, x);
+    if (second.k) multiply<Fp32>(second, x);
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++, c += ldc)
+        for (int j = 0; j < N; j++) store(c + j * W, ADD ? add(load(c + j * W), x[i][j]) : x[i][j]);
+}
+
+template <class P, int M = MR>
+INLINE void tile_of(int m, int vectors, bool plus, const Panels& first, const Panels& second, float* c, int64_t ldc) {
+    if constexpr (M > 1) {
+        if (m < M) return tile_of<P, M - 1>(m, vectors, plus, first, second, c, ldc);
+    }
+    if (vectors == 1) plus ? tile<P, M, 1, true>(first, second, c, ldc) : tile<P, M, 1, false>(first, second, c, ldc);
+    else plus ? tile<P, M, 2, true>(first, second, c, ldc) : tile<P, M, 2, false>(first, second, c, ldc);
+}
+
 struct Matrix {
     const float* data;
     int64_t row, column;  // strides
@@ -164,100 +191,114 @@ struct Left {
 };
 
 template <class P>
-Left<P> pack_left(Gomp gomp, int threads, int m, int k, Matrix a, Scratch& scratch) {
+Left<P> pack_left(int m, int k, Matrix a, Scratch& scratch) {
     Left<P> left{nullptr, m, k, (m + MR - 1) / MR, 0, 0};
     const int blocks = (left.words() + KC - 1) / KC;
     left.rows = (m + left.panels - 1) / left.panels;
     left.step = (left.words() + blocks - 1) / blocks;
     left.data = scratch.at_least((size_t)left.panels * MR * left.words());
-    parallel(gomp, threads, left.panels, [&](int i) {
-        const int row = i * left.rows;
+    for (int i = 0, row = 0; i < left.panels; i++, row += left.rows)
         for (int p = 0; p < left.words(); p += left.step)
             P::template pack<MR>(m - row, left.depth(p), a.data + row * a.row + p * P::DEEP * a.column, a.row, a.column, left.at(i, p));
-    });
     return left;
 }
 
-struct Range { int first, last; };
+// A low-rank update [m, r] x [r, n] that is added to a product while its tiles are in registers; null for none.
+struct Update {
+    const Left<Fp32>* low;
+    Matrix v;
+};
 
-// C (+)= A B for some panels of A and some columns, the first of which is a multiple of NR; b is [k, n].
+// C (+)= A B (+ the update) for columns [first, last), a multiple of NR the first; b is [k, n].
 template <class P>
-void block(const Left<P>& a, Matrix b, int n, Range panels, Range columns, float* c, int64_t ldc, bool plus, Scratch& scratch) {
-    float* packed = scratch.at_least((size_t)(columns.last - columns.first + NR) * a.step);
+void strip(const Left<P>& a, Matrix b, int n, int first, int last, float* c, int64_t ldc, bool plus, Update update, Scratch& scratch) {
+    const int r = update.low ? update.low->k : 0, wide = last - first + NR;
+    float *packed = scratch.at_least((size_t)wide * (a.step + r)), *packed_v = packed + (size_t)wide * a.step;
+    for (int j = first; j < last && r; j += NR)
+        Fp32::pack<NR>(n - j, r, update.v.data + j * update.v.column, update.v.column, update.v.row, packed_v + (int64_t)(j - first) * r);
     for (int p = 0; p < a.words(); p += a.step, plus = true) {
-        const int k = a.words(p);
-        for (int j = columns.first; j < columns.last; j += NR)
-            P::template pack<NR>(n - j, a.depth(p), b.data + p * P::DEEP * b.row + j * b.column, b.column, b.row,
-                                 packed + (int64_t)(j - columns.first) * k);
-        for (int i = panels.first; i < panels.last; i++)
-            for (int j = columns.first; j < columns.last; j += NR) {
-                const int high = a.high(i), wide = std::min(NR, n - j), vectors = (wide + W - 1) / W;
-                const float *left = a.at(i, p), *right = packed + (int64_t)(j - columns.first) * k;
+        const int k = a.words(p), added = p + k == a.words() ? r : 0;
+        for (int j = first; j < last; j += NR)
+            P::template pack<NR>(n - j, a.depth(p), b.data + p * P::DEEP * b.row + j * b.column, b.column, b.row, packed + (int64_t)(j - first) * k);
+        for (int i = 0; i < a.panels; i++)
+            for (int j = first; j < last; j += NR) {
+                const int high = a.high(i), there = std::min(NR, n - j), vectors = (there + W - 1) / W;
+                const Panels main{k, a.at(i, p), packed + (int64_t)(j - first) * k};
+                const Panels second{added, added ? update.low->at(i, 0) : nullptr, packed_v + (int64_t)(j - first) * r};
                 float* to = c + (int64_t)i * a.rows * ldc + j;
-                if (wide % W == 0) {
-                    tile_of<P>(high, vectors, plus, k, left, right, to, ldc);
+                if (there % W == 0) {
+                    tile_of<P>(high, vectors, plus, main, second, to, ldc);
                     continue;
                 }
                 float edge[MR * NR];
-                tile_of<P>(high, vectors, false, k, left, right, edge, NR);
-                for (int r = 0; r < high; r++)
-                    for (int q = 0; q < wide; q++) to[r * ldc + q] = (plus ? to[r * ldc + q] : 0.0f) + edge[r * NR + q];
+                tile_of<P>(high, vectors, false, main, second, edge, NR);
+                for (int row = 0; row < high; row++)
+                    for (int q = 0; q < there; q++) to[row * ldc + q] = (plus ? to[row * ldc + q] : 0.0f) + edge[row * NR + q];
             }
     }
 }
 
-// How C is cut among threads: columns first (each cut packs its part of B), rows too where there are too few columns.
+template <class P>
+void strips(const Left<P>& a, Matrix b, int n, int first, int last, float* c, int64_t ldc, bool plus, Update update, Scratch& scratch) {
+    for (int j = first; j < last; j += NC) strip(a, b, n, j, std::min(last, j + NC), c, ldc, plus, update, scratch);
+}
+
+// C cut among threads: by rows, by columns too where there are few. A thread packs what it uses and reads nothing that another one has
+// written: packing A once for all of them costs more, in cache lines that move between cores, than packing B twice.
 struct Cut {
-    int width, across, height, down, n, panels;
-    Cut(int threads, int n, int panels) : n(n), panels(panels) {
-        const int parts = threads * ((n + threads * NC - 1) / (threads * NC));
-        width = ((n + parts - 1) / parts + NR - 1) / NR * NR;
-        across = (n + width - 1) / width;
-        down = std::min(panels, (threads + across - 1) / across);
-        height = (panels + down - 1) / down;
+    int m, n, high, wide, across;
+    Cut(int threads, int m, int n) : m(m), n(n) {
+        const int down = std::max(1, std::min(threads, m / (4 * MR)));
+        high = (m + down - 1) / down;
+        wide = (n + (threads + down - 1) / down - 1) / ((threads + down - 1) / down);
+        wide = (wide + NR - 1) / NR * NR;
+        across = (n + wide - 1) / wide;
     }
-    int tasks() const { return across * down; }
-    Range columns(int t) const { return {t % across * width, std::min(n, (t % across + 1) * width)}; }
-    Range rows(int t) const { return {t / across * height, std::min(panels, (t / across + 1) * height)}; }
+    int tasks() const { return (m + high - 1) / high * across; }
+    int row(int t) const { return t / across * high; }
+    int rows(int t) const { return std::min(high, m - row(t)); }
+    int column(int t) const { return t % across * wide; }
+    int end(int t) const { return std::min(n, column(t) + wide); }
 };
 
-inline Scratch& own_scratch() {
-    thread_local Scratch scratch;
+struct Local { Scratch left, right, low, packed_low; };
+inline Local& local() {
+    thread_local Local scratch;
     return scratch;
 }
 
 // C [m, n] (+)= A [m, k] B [k, n]
 template <class P>
 void product(Gomp gomp, int threads, int m, int n, int k, Matrix a, Matrix b, float* c, int64_t ldc, bool plus) {
-    thread_local Scratch scratch;
-    for (int p = 0; p < k; p += KG, plus = true) {
-        const Left<P> left = pack_left<P>(gomp, threads, m, std::min(KG, k - p), {a.data + p * a.column, a.row, a.column}, scratch);
-        const Matrix right{b.data + p * b.row, b.row, b.column};
-        const Cut cut(threads, n, left.panels);
-        parallel(gomp, threads, cut.tasks(),
-                 [&](int t) { block(left, right, n, cut.rows(t), cut.columns(t), c, ldc, plus, own_scratch()); });
-    }
+    const Cut cut(threads, m, n);
+    parallel(gomp, threads, cut.tasks(), [&](int t) {
+        bool more = plus;
+        for (int p = 0; p < k; p += KG, more = true) {
+            const Matrix part{a.data + cut.row(t) * a.row + p * a.column, a.row, a.column};
+            const Left<P> left = pack_left<P>(cut.rows(t), std::min(KG, k - p), part, local().left);
+            strips(left, {b.data + p * b.row, b.row, b.column}, n, cut.column(t), cut.end(t), c + cut.row(t) * ldc, ldc, more, {}, local().right);
+        }
+    });
 }
 
 // out [m, n] = x [m, k] w [k, n] + low v [r, n], with low [m, r] = scaling x u [k, r]: a linear with a low-rank update. x is packed
-// once for both, and low is added, in fp32, while out is in the cache.
+// once for both, and low v is added, in fp32, while a tile of out is in registers.
 template <class P>
 void low_rank(Gomp gomp, int threads, int m, int n, int k, int r, Matrix x, Matrix w, Matrix u, Matrix v, float scaling, float* low,
               float* out) {
-    thread_local Scratch scratch, low_scratch;
-    const Left<P> left = pack_left<P>(gomp, threads, m, k, x, scratch);
-    const int parts = std::min(threads, left.panels), each = (left.panels + parts - 1) / parts;
-    parallel(gomp, threads, parts, [&](int t) {
-        const Range panels{t * each, std::min(left.panels, (t + 1) * each)};
-        if (panels.first >= panels.last) return;
-        block(left, u, r, panels, {0, r}, low, r, false, own_scratch());
-        for (int64_t i = (int64_t)panels.first * left.rows * r; i < (int64_t)std::min(m, panels.last * left.rows) * r; i++) low[i] *= scaling;
-    });
-    const Left<Fp32> added = pack_left<Fp32>(gomp, 1, m, r, {low, r, 1}, low_scratch);
-    const Cut cut(threads, n, left.panels);
+    const Cut cut(threads, m, n);
     parallel(gomp, threads, cut.tasks(), [&](int t) {
-        block(left, w, n, cut.rows(t), cut.columns(t), out, n, false, own_scratch());
-        block(added, v, n, cut.rows(t), cut.columns(t), out, n, true, own_scratch());
+        Local& own = local();
+        const int row = cut.row(t), rows = cut.rows(t);
+        const Left<P> left = pack_left<P>(rows, k, {x.data + row * x.row, x.row, x.column}, own.left);
+        float *part = own.low.at_least((size_t)rows * r), *to = out + (int64_t)row * n;
+        strips(left, u, r, 0, r, part, r, false, {}, own.right);
+        for (int64_t i = 0; i < (int64_t)rows * r; i++) part[i] *= scaling;
+        if (cut.column(t) == 0) memcpy(low + (int64_t)row * r, part, (size_t)rows * r * sizeof(float));
+        const Left<Fp32> added = pack_left<Fp32>(rows, r, {part, r, 1}, own.packed_low);
+        const bool whole = added.step == r;  // else it is too deep to be added in one piece
+        strips(left, w, n, cut.column(t), cut.end(t), to, n, false, whole ? Update{&added, v} : Update{}, own.right);
+        if (!whole) strips(added, v, n, cut.column(t), cut.end(t), to, n, true, {}, own.right);
     });
 }
 
