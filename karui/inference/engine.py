@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 2
 """A sequence whose step failed is run alone; when that fails too, its request ends with an error."""
 AHEAD, AHEAD_S = 8, 0.05
-"""Plain greedy decoding runs up to so many tokens of each sequence, and up to so many seconds, between two looks at the queue."""
+"""Greedy decoding runs up to so many steps, and up to so many seconds, between two looks at the queue."""
 NOT_NUMBERS = "the model returned logits that are not numbers; its weights or its input are damaged"
 
 
@@ -90,9 +90,9 @@ class Engine:
         max_tokens_per_step: rows per step; longer prompts are cut into chunks.
         max_sequences: sequences running at once; more wait.
         block_size: tokens per KV block.
-        ahead: tokens that plain greedy decoding may run in one call of a runner that can (native), as far as `AHEAD_S` allows.
-            What a step costs beside the model is then paid once for all of them; deltas hold several tokens. 1: one at a time.
-            With speculation whose drafts the runner can make (prompt lookup, EAGLE-3) the last round may go beyond it.
+        ahead: steps that greedy decoding may run in one call of a runner that can (native), as far as `AHEAD_S` allows. What a
+            step costs beside the model is then paid once for all of them; deltas hold several tokens. 1: one at a time. So it is
+            with drafts that the runner can make (prompt lookup, EAGLE-3); no step starts once they gained twice as many tokens.
         speculation: who drafts; None for plain decoding.
         dense_weight: a module's base weight in fp32, for DoRA adapters over a runner that has packed it away.
     """
@@ -362,7 +362,7 @@ class Engine:
             self.speculation.timed(0 if any(w.count > 1 for w in plan.works) else len(plan.works), verdicts, self._step_s)
 
     def _tokens_ahead(self, sequences: Sequence[Tokens]) -> int:
-        """Tokens that these sequences may decode unattended: 1 unless all are greedy, with drafts that the runner can make."""
+        """Steps that these sequences may decode unattended: 1 unless all are greedy, with drafts that the runner can make."""
         drafts = self.speculation
         ahead = min(self._ahead, int(AHEAD_S / self._step_s))
         if ahead < 2 or (drafts is not None and drafts.native is None):
@@ -371,10 +371,10 @@ class Engine:
                     and (drafts is None or not drafts.typical(s.owner.params)) for s in sequences)
         return ahead if alone else 1
 
-    def _plan_ahead(self, plan: Plan, gain: int) -> list[Ahead]:
-        """The plan's sequences with blocks for `gain` tokens and a draft; none when there are too few blocks for all."""
+    def _plan_ahead(self, plan: Plan, rounds: int) -> list[Ahead]:
+        """The plan's sequences with blocks for what they may gain and a draft; none when there are too few blocks for all."""
         nodes = self.speculation.native["nodes"] if self.speculation is not None and self.speculation.native else 0
-        counts = [min(gain + nodes, self.max_context - work.sequence.num_computed) for work in plan.works]
+        counts = [min(rounds * (2 if nodes else 1) + nodes, self.max_context - work.sequence.num_computed) for work in plan.works]
         if not self.scheduler.reserve(plan, counts):
             return []
         out = []
@@ -384,8 +384,8 @@ class Engine:
             out.append(Ahead(s.tokens, left, s.num_computed + count, live.ends, self._adapter(s), live.proposer))
         return out
 
-    def _run_ahead(self, plan: Plan, alone: list[Ahead], gain: int) -> bool:
-        """Decode about `gain` tokens of every sequence in one call; False when already the first step had no numbers."""
+    def _run_ahead(self, plan: Plan, alone: list[Ahead], rounds: int) -> bool:
+        """Decode all sequences for up to `rounds` steps in one call; False when already the first step had no numbers."""
         started = time.perf_counter()
         runner: Any = self.runner
         drafts: dict[str, Any] | None = None
@@ -398,14 +398,14 @@ class Engine:
         size = self.pool.block_size
         rows, width = [work.sequence.table_row for work in plan.works], max(-(-a.reach // size) for a in alone)
         tables = np.ascontiguousarray(self.scheduler.tables[rows, :width])
-        gained = runner.decode(alone, tables, gain, aux_layers, drafts)
+        gained = runner.decode(alone, tables, rounds, rounds * (2 if drafts else 1), aux_layers, drafts)
         if not gained.rounds:
             return False
         self._step_s = (time.perf_counter() - started) / len(gained.rounds)
         self._num_steps += len(gained.rounds)
         if self.speculation is not None:
             for seconds, verdicts in gained.rounds:
-                self.speculation.timed(len(alone), [v for v in verdicts if v[0]], seconds)
+                self.speculation.timed(len(alone), [verdict for verdict in verdicts if verdict[0]], seconds)
         for work, tokens in zip(plan.works, gained.tokens, strict=True):
             s = work.sequence
             self._count_prompt(s.owner, s.num_computed)

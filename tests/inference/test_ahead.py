@@ -28,8 +28,8 @@ def engine_of(ahead, kind="llama", changes=None, **options):
     if ahead > 1:
         decode = runner.decode
 
-        def counted(sequences, tables, gain, *rest):
-            calls.append(decode(sequences, tables, gain, *rest))
+        def counted(*args):
+            calls.append(decode(*args))
             return calls[-1]
 
         runner.decode = counted
@@ -109,7 +109,7 @@ def test_logits_that_are_not_numbers_are_an_error():
     many = engine_of(8)
     many.runner.load_weights(overflowing())
     table = np.zeros((1, 2), dtype=np.int32)
-    assert many.runner.decode([Ahead([5], 4, 4, frozenset())], table, 4) == Gained([[]], [])
+    assert many.runner.decode([Ahead([5], 4, 4, frozenset())], table, 4, 4) == Gained([[]], [])
     out = many.generate([[9, 5, 6]], SamplingParams(max_tokens=12))[0].completions[0]
     assert out.finish_reason == "error" and "not numbers" in out.error
     many.check_integrity()
@@ -120,7 +120,7 @@ def test_a_call_that_ends_early_loses_nothing():
     ids = prompts(1)[0]
     whole = one.generate([ids], SamplingParams(max_tokens=12))[0].token_ids
     decode = many.runner.decode
-    many.runner.decode = lambda s, tables, gain, *rest: decode(s, tables, min(gain, 3), *rest)  # as when the fourth step has no numbers
+    many.runner.decode = lambda s, tables, rounds, *rest: decode(s, tables, min(rounds, 3), *rest)  # as when the fourth step has no numbers
     assert many.generate([ids], SamplingParams(max_tokens=12))[0].token_ids == whole
     many.check_integrity()
 

@@ -53,7 +53,11 @@ def test_drafts_are_the_torch_layer_s(shape, grid, tolerance):
         likeliest = sorted(grown[-1][2])[-5:]
         torch.testing.assert_close(torch.tensor(sorted(drafted[-1][2])), torch.tensor(likeliest), rtol=tolerance, atol=tolerance)
         if grid == "none":
-            assert (a.tokens, a.parents) == (b.tokens, b.parents)
+            assert paths(a) == paths(b)
+
+
+def paths(draft):
+    return {tuple(draft.tokens[n] for n in draft.tree().path(node)) for node in range(len(draft))}
 
 
 def test_a_kept_chain_has_no_parents_and_a_tree_names_them():
@@ -66,8 +70,7 @@ def test_a_kept_chain_has_no_parents_and_a_tree_names_them():
         proposer.reset()
         proposer.observe(Observation(0, [1, 2, 3], [4], aux=torch.randn(3, 64)))
         draft = proposer.propose(Context([1, 2, 3, 4], 8))
-        assert len(draft) == 3 and draft.parents in (None, [-1, -1, 0], [-1, 0, -1], [-1, 0, 0], [-1, 0, 1])
-        assert draft.parents != [-1, 0, 1]
+        assert len(draft) == 3 and draft.parents in (None, [-1, 0, -1], [-1, 0, 0])  # the chain first
         kinds.add(draft.parents is None)
     assert kinds == {True, False}
 

@@ -186,11 +186,11 @@ class NativeRunner:
         """Whether `decode` can serve: dynamic RoPE gives each step its own table, which is not made in C++."""
         return not self._dynamic
 
-    def decode(self, sequences: Sequence[Ahead], tables: np.ndarray, gain: int, aux_layers: Sequence[int] = (),
+    def decode(self, sequences: Sequence[Ahead], tables: np.ndarray, rounds: int, gain: int, aux_layers: Sequence[int] = (),
                drafts: Mapping[str, Any] | None = None) -> Gained:
-        """Greedy rounds in one call, each a step with the drafts it verifies; see kernels/native/rounds.h.
+        """Up to `rounds` greedy rounds in one call, each a step with the drafts it verifies; see kernels/native/rounds.h.
 
-        It ends with the round in which a sequence has gained `gain` tokens, has none left or meets an end token, and before
+        It ends early with the round in which a sequence has gained `gain` tokens, has none left or meets an end token, and before
         one whose logits are not numbers.
 
         Args:
@@ -210,9 +210,9 @@ class NativeRunner:
                 s.proposer.lend(s.tokens, stream, room)
         adapters = self._adapter_slots(torch.tensor([s.adapter for s in sequences], dtype=torch.int32))
         layers = np.array(aux_layers, dtype=np.int32)
-        verdicts, seconds = np.zeros((2, gain, count), dtype=np.int32), np.zeros(gain)
-        call = Rounds(sequences=count, table_width=tables.shape[1], block_size=self._block_size, aux_n=len(layers), gain=gain,
-                      block_tables=tables.ctypes.data, adapters=address(adapters), aux_layers=layers.ctypes.data,
+        verdicts, seconds = np.zeros((2, rounds, count), dtype=np.int32), np.zeros(rounds)
+        call = Rounds(sequences=count, table_width=tables.shape[1], block_size=self._block_size, aux_n=len(layers), most=rounds,
+                      gain=gain, block_tables=tables.ctypes.data, adapters=address(adapters), aux_layers=layers.ctypes.data,
                       streams=ctypes.addressof(streams), depths=verdicts[0].ctypes.data, accepted=verdicts[1].ctypes.data,
                       seconds=seconds.ctypes.data, **drafts or {})
         with quiet_torch():

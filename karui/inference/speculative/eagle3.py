@@ -337,13 +337,14 @@ class NativeEagle3Proposer(Eagle3Proposer):
         """The rows that the layer has not seen, and its keys, with room for more."""
         self._lengthen(room + self.depth)
         n = stream.pending = len(self.positions)
-        if len(self.streams) != 1 or self.streams[0].data_ptr() != self.waiting.data_ptr() or n + room > len(self.waiting):
+        returned = len(self.streams) == 1 and self.streams[0].data_ptr() == self.waiting.data_ptr()
+        if not returned or n + room > len(self.waiting):
             rows = torch.empty(2 * (n + room), self.layer.drafter.aux)
+            self.index = torch.empty(2, len(rows), dtype=torch.int32)
             if n:
                 torch.cat(self.streams, out=rows[:n])
+                self.index[:, :n] = torch.tensor([self.tokens, self.positions])
             self.waiting = rows
-        self.index = torch.zeros(2, n + room, dtype=torch.int32)
-        self.index[:, :n] = torch.tensor([self.tokens, self.positions])
         stream.settled, stream.aux = self.settled, address(self.waiting)
         stream.keys, stream.values = address(self.keys), address(self.values)
         stream.after, stream.positions = address(self.index[0]), address(self.index[1])

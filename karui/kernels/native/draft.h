@@ -222,13 +222,16 @@ private:
         for (int i : order_) { chances_.push_back(expf(found_[i].score)); promised += chances_.back(); }
         if (promised < d_->least) return 0;
         if (costs) order_.resize(worth(chances_, *costs, sequences));
-        std::sort(order_.begin(), order_.end());
+        // The chain first, then what hangs from it: keys of an accepted chain lie where they belong.
+        const int width = d_->width;
+        std::sort(order_.begin(), order_.end(), [&](int i, int j) { return std::make_pair(i % width > 0, i) < std::make_pair(j % width > 0, j); });
+        place_.assign(found_.size(), -1);
         for (size_t k = 0; k < order_.size(); k++) {
             const Node& node = found_[order_[k]];
+            place_[order_[k]] = (int)k;
             d_->out_tokens[k] = node.token;
             d_->out_log_probs[k] = node.score;
-            d_->out_parents[k] = (int32_t)(std::lower_bound(order_.begin(), order_.end(), node.parent) - order_.begin());
-            if (node.parent < 0) d_->out_parents[k] = -1;
+            d_->out_parents[k] = node.parent < 0 ? -1 : place_[node.parent];
         }
         return (int)order_.size();
     }
@@ -241,7 +244,7 @@ private:
     std::vector<float> stream_, q_, mixed_, inner_, up_, logits_, log_probs_, chances_;
     std::vector<int32_t> ids_;
     std::vector<Node> found_;
-    std::vector<int> order_;
+    std::vector<int> order_, place_;
     int32_t next_ = 0;
     bool more_ = false;
 };

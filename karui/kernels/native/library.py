@@ -88,8 +88,8 @@ class Stream(C.Structure):
 class Rounds(C.Structure):
     """`Rounds` of rounds.h: one call."""
 
-    _fields_ = [(n, C.c_int32) for n in ("sequences", "table_width", "block_size", "aux_n", "method", "gain", "adapt", "nodes",
-                                         "depth", "width", "n_min", "n_max")] + [("least", C.c_float)] + [
+    _fields_ = [(n, C.c_int32) for n in ("sequences", "table_width", "block_size", "aux_n", "method", "most", "gain", "adapt",
+                                         "nodes", "depth", "width", "n_min", "n_max")] + [("least", C.c_float)] + [
         (n, C.c_void_p) for n in ("block_tables", "adapters", "aux_layers", "drafter", "odds", "streams", "depths", "accepted",
                                   "seconds")]
 

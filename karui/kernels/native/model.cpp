@@ -383,6 +383,14 @@ struct Model {
         for (int j = 0; j < q; j++) count += mask[row * q + j];
         return count;
     }
+    void bounds(int s, int first, int rows, int& fewest, int& most) const {  // keys that rows [first, first + rows) of sequence s see
+        fewest = most = visible(s, first);
+        for (int r = 1; r < rows; r++) {
+            const int sees = visible(s, first + r);
+            fewest = std::min(fewest, sees);
+            most = std::max(most, sees);
+        }
+    }
     int slot_of(int s, int index) const {
         return b->block_tables[(int64_t)s * b->table_width + index / b->block_size] * b->block_size + index % b->block_size;
     }
@@ -419,10 +427,11 @@ struct Model {
         int partials = 0;
         for (int s = 0; s < b->sequences; s++) {
             const int q = b->query_starts[s + 1] - b->query_starts[s];
-            const bool tree = b->tree && b->tree[s];
-            const int step = tree ? 1 : tile;
-            for (int r = 0; r < q; r += step) {
-                const int rows = std::min(step, q - r), chunks = (visible(s, r + rows - 1) + KEYS - 1) / KEYS;
+            for (int r = 0; r < q; r += tile) {
+                const int rows = std::min(tile, q - r);
+                int fewest, most;
+                bounds(s, r, rows, fewest, most);
+                const int chunks = (most + KEYS - 1) / KEYS;
                 for (int head = 0; head < c.kv_heads; head++) {
                     if (!cut || (chunks < 3 && !own)) { items.push_back({s, r, rows, head, -1, 0}); continue; }
                     any_split = true;
@@ -441,8 +450,11 @@ struct Model {
         const int window = (int)c.layer[layer].window;
         const float** query = w.query.need(nq);
         int *from = w.from.need(nq), *to = w.to.need(nq);
-        const int longest = visible(item.sequence, item.first + item.rows - 1);
-        const int shortest = visible(item.sequence, item.first);
+        int shortest, longest;
+        bounds(item.sequence, item.first, item.rows, shortest, longest);
+        // Keys that all rows of a tree see; behind them each row has its own.
+        const int common = b->tree && b->tree[item.sequence]
+            ? b->context_lens[item.sequence] - b->query_starts[item.sequence + 1] + b->query_starts[item.sequence] : longest;
         for (int i = 0; i < nq; i++) query[i] = q.data + (int64_t)(base + i / group) * ld_q + (item.kv_head * group + i % group) * dim_padded;
         int chunk = item.chunk < 0 ? 0 : item.chunk, stop = item.chunk < 0 ? (longest + KEYS - 1) / KEYS : item.chunk + 1;
         if (window && item.chunk < 0) chunk = std::max(0, shortest - window) / KEYS;
@@ -455,21 +467,25 @@ struct Model {
             for (int d = 0; d < dim_padded; d++) total[(int64_t)i * dim_padded + d] = 0.0f;
         }
         for (; chunk < stop; chunk++) {
-            const int first = chunk * KEYS, count = std::min(KEYS, longest - first);
-            int32_t slots[KEYS];
-            list_slots(item.sequence, item.first + item.rows - 1, first, count, slots);
+            const int first = chunk * KEYS;
             for (int i = 0; i < nq; i++) {
                 const int sees = visible(item.sequence, item.first + i / group);
                 to[i] = std::min(sees - first, KEYS);
                 from[i] = window ? std::max(0, sees - window - first) : 0;
             }
-            Chunk keys;
-            find_chunk<T>(cached, item.kv_head, slots, count, w.gathered, keys);
-            if (nq <= 16) {  // a few queries over many keys: the cache comes from memory
-                prefetch_chunk<T>(keys.values, keys.groups);
-                prefetch_keys<T>(cached, item, chunk, stop, longest);
+            const int rows = first + KEYS > common ? 1 : item.rows;  // at a time
+            for (int r = 0; r < item.rows; r += rows) {
+                const int count = std::max(0, std::min(KEYS, visible(item.sequence, item.first + r + rows - 1) - first)), i = r * group;
+                int32_t slots[KEYS];
+                list_slots(item.sequence, item.first + r + rows - 1, first, count, slots);
+                Chunk keys;
+                find_chunk<T>(cached, item.kv_head, slots, count, w.gathered, keys);
+                if (nq <= 16) {  // a few queries over many keys: the cache comes from memory
+                    prefetch_chunk<T>(keys.values, keys.groups);
+                    prefetch_keys<T>(cached, item, chunk, stop, longest);
+                }
+                attend_all<T>(cached, keys, rows * group, query + i, from + i, to + i, part + i, out + (int64_t)i * dim_padded);
             }
-            attend_all<T>(cached, keys, nq, query, from, to, part, out);
             if (item.chunk < 0)
                 for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * dim_padded, part[i], out + (int64_t)i * dim_padded, dim_padded);
         }

@@ -17,7 +17,7 @@ struct Stream {  // one sequence; mirrored in karui/kernels/native/rounds.py, as
 };
 struct Rounds {
     int32_t sequences, table_width, block_size, aux_n;
-    int32_t method, gain;         // no round starts once a sequence has gained so many tokens, or has come to its end
+    int32_t method, most, gain;   // at most `most` rounds; none starts once a sequence has gained `gain` tokens or has come to its end
     int32_t adapt;                // 1: of a draft only as much is verified as is worth it
     int32_t nodes, depth, width, n_min, n_max;
     float least;
@@ -25,8 +25,8 @@ struct Rounds {
     const Drafter* drafter;
     float* odds;                  // LOOKUP: [2, ODDS] accepted and all drafted tokens, by the length of the match that they continue
     Stream* streams;              // [sequences]
-    int32_t *depths, *accepted;   // [gain, sequences] of each round's drafts, depth 0 for none
-    double* seconds;              // [gain] of each round
+    int32_t *depths, *accepted;   // [most, sequences] of each round's drafts, depth 0 for none
+    double* seconds;              // [most] of each round
 };
 
 constexpr int ODDS = 6;
@@ -45,7 +45,7 @@ public:
     int run() {
         std::vector<int32_t> ends(r_.sequences);
         for (int s = 0; s < r_.sequences; s++) ends[s] = r_.streams[s].length + r_.gain;
-        for (int round = 0; round < r_.gain; round++) {
+        for (int round = 0; round < r_.most; round++) {
             const auto begin = std::chrono::steady_clock::now();
             for (int s = 0; s < r_.sequences; s++) propose(r_.streams[s], drafts_[s]);
             const auto drafted = std::chrono::steady_clock::now();
@@ -55,10 +55,10 @@ public:
             bool over = false;
             for (int s = 0; s < r_.sequences; s++) over |= settle(s, round) || r_.streams[s].length >= ends[s];
             m_.costs.saw((int)best_.size(), std::chrono::duration<double>(end - drafted).count());
-            r_.seconds[round] = std::chrono::duration<double>(end - begin).count();
+            r_.seconds[round] = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
             if (over) return round + 1;
         }
-        return r_.gain;
+        return r_.most;
     }
 
 private:
