@@ -73,6 +73,14 @@ def test_cache_formats_stay_close(kv_dtype, bound):
     assert 0 < (got[0] - got[1]).abs().max() < bound * got[0].std()
 
 
+def test_a_cache_format_of_the_gpu_is_refused():
+    from karui.inference.engine import Engine
+
+    _, config, weights = tiny("llama")
+    with pytest.raises(UnsupportedError, match="'fp8' is not supported by the native kernels; use float32, float16, int8"):
+        Engine(NativeRunner(config, weights), kv_dtype="fp8")
+
+
 def test_tree_rows_equal_a_dense_masked_reference():
     model, config, weights = tiny("qwen3")
     runner = NativeRunner(config, weights, threads=2, activation_bits=16)

@@ -154,14 +154,15 @@ class NativeRunner:
     # -- KV memory
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
-        if kv_dtype not in CACHE_TYPES:
-            raise UnsupportedError(f"kv_dtype {kv_dtype!r} is not supported by the native kernels; use {', '.join(CACHE_TYPES)}.")
+        per_token = self.kv_bytes_per_token(kv_dtype)  # refuses a format that the kernels do not have
         if self._lib.allocate(self._model, num_blocks * block_size, CACHE_TYPES[kv_dtype]):
-            need = num_blocks * block_size * self.kv_bytes_per_token(kv_dtype) / 2**20
+            need = num_blocks * block_size * per_token / 2**20
             raise KaruiError(f"no memory for {num_blocks} KV blocks of {block_size} tokens in {kv_dtype} ({need:.0f} MiB).")
         self._block_size, self._slots = block_size, num_blocks * block_size
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        if kv_dtype not in CACHE_TYPES:
+            raise UnsupportedError(f"kv_dtype {kv_dtype!r} is not supported by the native kernels; use {', '.join(CACHE_TYPES)}.")
         c = self.config
         padded = (c.head_dim + 15) // 16 * 16
         per_head = {"float32": 4 * padded, "float16": 2 * padded, "int8": padded + 4}[kv_dtype]

@@ -51,9 +51,9 @@ def _halves(packed):
 
 
 @triton.jit
-def _value(packed, PLACE: tl.constexpr, BITS: tl.constexpr, table_ptr, FORM: tl.constexpr, HARD: tl.constexpr):
-    """fp32 of position PLACE in each byte: codes, table entries, E4M3 or E2M1 values. HARD: by the chip's own conversion."""
-    code = (packed.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1)
+def _value(packed, place, BITS: tl.constexpr, table_ptr, FORM: tl.constexpr, HARD: tl.constexpr):
+    """fp32 of position `place` in each byte: codes, table entries, E4M3 or E2M1 values. HARD: by the chip's own conversion."""
+    code = (packed.to(tl.int32) >> (place * BITS)) & ((1 << BITS) - 1)
     if FORM == 1:
         return tl.load(table_ptr + code)
     if FORM == 2:
@@ -469,7 +469,7 @@ def offline_cases() -> list[Case]:
             constants = {"MIDDLE": 2 ** (bits - 1) if form == 0 and not zero else 0, "BITS": bits, "FORM": form, "HARD": cc >= 89,
                          "HIGH_FIRST": form == 1, "ZERO": zero, "BIAS": False, "LORA": lora > 0, "PARTS": lora == 0,
                          "BM": 64 if lora else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
-            quick = (90,) if name in ("int4 g128", "fp8", "nvfp4", "nf4 lora") else ()
+            quick = (90,) if name in ("int4 g128", "nvfp4", "nf4 lora") else ()
             cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4, 4, odd, quick))
     shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
     for lora in (0, 16):
@@ -482,7 +482,7 @@ def offline_cases() -> list[Case]:
              "y_ptr": "*bf16", "M": "i32", "N": "i32", "K": "i32", "steps": "i32"}  # fmt: skip
     for bits, float8 in ((8, False), (2, False), (8, True)):
         kind, at_90, ccs = ("e4m3", r"(wgmma\.mma_async|mma\.sync)", (89, 90, 100, 120)) if float8 else (
-            "s8", r"(wgmma\.mma_async|mma\.sync)", (80, 90, 120))
+            "s8", r"(wgmma\.mma_async|mma\.sync)", (80, 90, 100, 120))
         patterns = {cc: (at_90 if cc == 90 else r"mma\.sync") + rf"[.a-z0-9]*{kind}" for cc in ccs}
         if float8:
             patterns[100] = r"tcgen05\.mma|mma\.sync[.a-z0-9]*e4m3"

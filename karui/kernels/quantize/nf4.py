@@ -50,7 +50,8 @@ def encode(rows: torch.Tensor, spec: QuantSpec) -> dict[str, Any]:
     mean = absmax.mean()
     flat = torch.nn.functional.pad((absmax - mean).flatten(), (0, -absmax.numel() % ABSMAX_BLOCK)).view(-1, ABSMAX_BLOCK)
     block = flat.abs().amax(-1)
-    stored = nearest_entry(flat / inverse(block).unsqueeze(-1), _dynamic_map_on(x.device)).flatten()[: absmax.numel()].view_as(absmax)
+    entries = nearest_entry(flat / inverse(block).unsqueeze(-1), _dynamic_map_on(x.device)).flatten()
+    stored = entries[: absmax.numel()].view_as(absmax)
     return {"codes": codes, "scale": stored, "zero": None, "extra": {"absmax_scale": block, "absmax_mean": mean.reshape(1)}}
 
 

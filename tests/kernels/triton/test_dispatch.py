@@ -1,0 +1,120 @@
+"""Behavioural: what is chosen by device runs: whole paths on tensors that say "cuda" and mix with nothing on the CPU (`pretend`)."""
+
+import importlib
+
+import pytest
+import torch
+
+from karui.configs.quantspec import QuantSpec
+from karui.inference.engine import Engine
+from karui.inference.models.decoder import TorchRunner
+from karui.inference.requests import SamplingParams
+from karui.kernels import triton_support
+from karui.kernels.quantize import quantize
+from karui.kernels.triton_support.offline import MODULES
+from tests.kernels.triton.pretend import PretendGpu, backward_too
+from tests.kernels.triton.test_runner import CONFIG, on_grid, weights
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests run on the GPU that is here")
+GRIDS = ("w4g32", "w4g128a", "w8t", "w1.58", "w1", "nf4", "nf4dq", "fp8", "fp8t", "mxfp8", "mxfp4", "nvfp4")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Hopper card with the memory of this test's wishes."""
+    for module in map(importlib.import_module, ("karui.kernels.triton_support", *MODULES)):
+        for name, value in (("capability", 90), ("num_processors", 4)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**30, 2**34))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    node = torch.autograd.function.BackwardCFunction
+    monkeypatch.setattr(node, "apply", backward_too(node.apply))
+    with PretendGpu():
+        yield
+
+
+def test_the_pretended_gpu(gpu):
+    x, here = torch.ones(3, 4, device="cuda"), torch.ones(4)
+    assert x.is_cuda and x.T[0].is_cuda and (x + 1).device.type == "cuda" and torch.arange(3, device=x.device).is_cuda
+    assert not here.is_cuda and not x.cpu().is_cuda and here.to(x).is_cuda and (x * torch.tensor(2.0)).is_cuda
+    with pytest.raises(RuntimeError, match="on cuda:0 and on cpu"):
+        x + here
+    with pytest.raises(TypeError, match="use Tensor.cpu"):
+        x.numpy()
+    assert torch.nn.Linear(4, 5).to("cuda")(x).is_cuda
+    assert triton_support.use_triton("auto", x.device, "op") and not triton_support.use_triton("auto", here.device, "op")
+
+
+def test_grids_and_their_products(gpu):
+    from karui.kernels.gemm_weight import gemm_weight, gemm_weight_dgrad, pack_weight
+
+    w, x = torch.randn(6, 128, device="cuda"), torch.randn(2, 128, device="cuda", dtype=torch.float16)
+    for spec in GRIDS:
+        q = quantize(w, QuantSpec.parse(spec))
+        packed = pack_weight(q)
+        assert q.codes.is_cuda and q.dequantize().is_cuda and gemm_weight(x, packed).is_cuda, spec
+        assert gemm_weight_dgrad(gemm_weight(x, packed), packed).is_cuda, spec
+
+
+@pytest.mark.parametrize("base", ["nf4dq", "none"])
+def test_a_step_of_lora_as_the_trainer_runs_it(base, gpu, monkeypatch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from karui.adapters.lora import attach
+    from karui.configs.steps import LoraStep
+    from karui.kernels.lora import triton as kernel
+    from karui.trainers.data import IGNORE
+    from karui.trainers.model import ATTENTION, LossSum, install_lean_ops, register_attention
+
+    called = []
+    for name in ("forward", "dgrad"):
+        real = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, lambda *a, real=real, name=name: called.append(name) or real(*a))
+    register_attention()
+    config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, max_position_embeddings=32)  # fmt: skip
+    config._attn_implementation = ATTENTION
+    model = LlamaForCausalLM(config).to("cuda", torch.float16)
+    model = attach(model, LoraStep(method="lora" if base == "none" else "qlora", rank=2, base=base)).model.to("cuda")
+    install_lean_ops(model)
+    tokens = torch.randint(0, 32, (12,), device="cuda")
+    targets = torch.cat([tokens[1:], torch.full((1,), IGNORE, device="cuda")])
+    loss = LossSum(model, 16)(tokens, torch.arange(12, device="cuda"), torch.tensor([0, 5, 12], device="cuda"), targets)
+    loss.backward()
+    assert loss.is_cuda and 1 < loss.item() / 11 < 6
+    assert called.count("forward") >= 7 and called.count("dgrad") == 4  # nothing wants the gradient of what q, k and v read
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-blockwise", "mxfp8", "nvfp4"])
+def test_a_step_in_low_precision(recipe, gpu):
+    from karui.lowprec import LowPrecision, Precision
+
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Linear(48, 32), torch.nn.Linear(32, 16)).to("cuda", torch.float16)
+    low = LowPrecision(Precision.parse(recipe))
+    low.prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    low.attach(optimizer)
+    y = model(torch.randn(20, 32, device="cuda", dtype=torch.float16))
+    y.float().square().mean().backward()
+    optimizer.step()
+    assert y.is_cuda and all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("spec", "kv_dtype", "params"), [
+    ("none", "fp8", SamplingParams(max_tokens=3)),
+    ("nvfp4", "int8", SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=1, logprobs=0)),
+    ("w4g32", "float16", SamplingParams(max_tokens=3, temperature=1.0, repetition_penalty=1.3, seed=2, logprobs=2)),
+], ids=["dense", "drawn on the GPU", "drawn on the CPU"])  # fmt: skip
+def test_the_engine(spec, kv_dtype, params, gpu):
+    from karui.inference.models.gpu import TritonRunner
+
+    made = weights(CONFIG) if spec == "none" else on_grid(spec)
+    said = []
+    for runner in (TritonRunner(CONFIG, made, "cuda", torch.float16, graphs=False), TorchRunner(CONFIG, made, "cuda", torch.float16)):
+        engine = Engine(runner, kv_dtype=kv_dtype, memory="1MB", block_size=4, max_context=32, max_tokens_per_step=8)
+        outputs = engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11]], params)
+        said.append([o.token_ids for o in outputs])
+        assert all(c.error is None for o in outputs for c in o.completions), outputs
+    assert said[0] == said[1]
