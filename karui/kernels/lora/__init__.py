@@ -88,7 +88,7 @@ class _LoraLinear(torch.autograd.Function):
             else:
                 pulled = (dy @ b).mul_(ctx.scaling)  # [rows, rank]
             if ctx.needs_input_grad[1]:
-                da = matmul(pulled.T, rows, backward=True)
+                da = matmul(pulled.T, rows)
         if ctx.needs_input_grad[2]:
             db = _grad_b(dy, low)
         return dx, da, db, None, None, None, None
@@ -112,7 +112,7 @@ class _GatedLoraLinear(torch.autograd.Function):
         dy = grads[0].reshape(-1, grads[0].shape[-1])
         dx, pulled = _dgrad(dy, ctx.weight, a, b, ctx.scaling, ctx.backend)
         dgate, dup, rows = gradients(dx.view(gate.shape), gate, up, again=ctx.needs_input_grad[2], backend=ctx.backend)
-        da = None if rows is None else matmul(pulled.T, rows.view(-1, rows.shape[-1]), backward=True)
+        da = None if rows is None else matmul(pulled.T, rows.view(-1, rows.shape[-1]))
         db = _grad_b(dy, low) if ctx.needs_input_grad[3] else None
         return dgate, dup, da, db, None, None, None, None
 
@@ -156,8 +156,11 @@ def _refused(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def _grad_b(dy: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """dy^T (s x A^T) [out, rank]; the product with few rows runs faster than the one with few columns."""
-    return matmul(low.T, dy, backward=True).T
+    """dy^T (s x A^T) [out, rank]; the product with few rows runs faster than the one with few columns.
+
+    It and A's gradient stay in fp32 under `matmul_precision`: with so few rows rounding takes longer than it saves.
+    """
+    return matmul(low.T, dy).T
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 #include "parallel.h"
 #include "simd.h"
@@ -128,16 +129,17 @@ struct Bf16 : Fp32 {
 };
 #endif
 
-// Panels of A and B that one tile of C is the product of, k words deep; k = 0 for none.
+// Panels of A and B that one tile of C is the product of, k words deep; k = 0 for none. Lines of B are b_step apart.
 struct Panels {
     int k;
     const float *a, *b;
+    int64_t b_step;
 };
 
 template <class P, int M, int N>  // M rows, N vectors of columns; panels of NR columns
 INLINE void multiply(const Panels& p, V (&x)[M][N]) {
     const float *a = p.a, *b = p.b;
-    for (int i = 0; i < p.k; i++, a += MR, b += NR) {
+    for (int i = 0; i < p.k; i++, a += MR, b += p.b_step) {
         V right[N];
         for (int j = 0; j < N; j++) right[j] = load(b + j * W);
 #pragma GCC unroll 16
@@ -216,15 +218,17 @@ void strip(const Left<P>& a, Matrix b, int n, int first, int last, float* c, int
     float *packed = scratch.at_least((size_t)wide * (a.step + r)), *packed_v = packed + (size_t)wide * a.step;
     for (int j = first; j < last && r; j += NR)
         Fp32::pack<NR>(n - j, r, update.v.data + j * update.v.column, update.v.column, update.v.row, packed_v + (int64_t)(j - first) * r);
+    // B is used once or twice: reading it where it lies is cheaper than packing it
+    const bool as_is = P::DEEP == 1 && std::is_same_v<P, Fp32> && a.panels <= 2 && b.column == 1 && (last - first) % NR == 0;
     for (int p = 0; p < a.words(); p += a.step, plus = true) {
         const int k = a.words(p), added = p + k == a.words() ? r : 0;
-        for (int j = first; j < last; j += NR)
+        for (int j = first; j < last && !as_is; j += NR)
             P::template pack<NR>(n - j, a.depth(p), b.data + p * P::DEEP * b.row + j * b.column, b.column, b.row, packed + (int64_t)(j - first) * k);
         for (int i = 0; i < a.panels; i++)
             for (int j = first; j < last; j += NR) {
                 const int high = a.high(i), there = std::min(NR, n - j), vectors = (there + W - 1) / W;
-                const Panels main{k, a.at(i, p), packed + (int64_t)(j - first) * k};
-                const Panels second{added, added ? update.low->at(i, 0) : nullptr, packed_v + (int64_t)(j - first) * r};
+                const Panels main{k, a.at(i, p), as_is ? b.data + p * b.row + j : packed + (int64_t)(j - first) * k, as_is ? b.row : NR};
+                const Panels second{added, added ? update.low->at(i, 0) : nullptr, packed_v + (int64_t)(j - first) * r, NR};
                 float* to = c + (int64_t)i * a.rows * ldc + j;
                 if (there % W == 0) {
                     tile_of<P>(high, vectors, plus, main, second, to, ldc);
@@ -243,12 +247,12 @@ void strips(const Left<P>& a, Matrix b, int n, int first, int last, float* c, in
     for (int j = first; j < last; j += NC) strip(a, b, n, j, std::min(last, j + NC), c, ldc, plus, update, scratch);
 }
 
-// C cut among threads: by rows, by columns too where there are few. A thread packs what it uses and reads nothing that another one has
+// C cut among threads: by rows, and by columns where there are few rows. A thread packs what it uses and reads nothing that another one has
 // written: packing A once for all of them costs more, in cache lines that move between cores, than packing B twice.
 struct Cut {
     int m, n, high, wide, across;
     Cut(int threads, int m, int n) : m(m), n(n) {
-        const int down = std::max(1, std::min(threads, m / (4 * MR)));
+        const int down = n > 8 * m ? 1 : std::max(1, std::min(threads, m / (4 * MR)));
         high = (m + down - 1) / down;
         wide = (n + (threads + down - 1) / down - 1) / ((threads + down - 1) / down);
         wide = (wide + NR - 1) / NR * NR;
