@@ -207,8 +207,8 @@ def _run(
 
 
 def _keep_freed_memory() -> None:
-    """glibc hands freed memory back to the kernel after every step and faults it in again in the next, which on a CPU takes a good
-    part of a step; from now on it keeps what it has. Other C libraries are left alone."""
+    """glibc hands freed memory back to the kernel after every step and faults it in again in the next, which takes a good part of
+    a step on a CPU; from now on it keeps what it has. Other C libraries are left alone."""
     import ctypes
 
     trim_threshold, mmap_threshold = -1, -3  # of malloc.h

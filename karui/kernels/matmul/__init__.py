@@ -24,7 +24,7 @@ _precision: Precision = "fp32"
 
 @contextmanager
 def matmul_precision(precision: Precision) -> Iterator[None]:
-    """What this module's products of fp32 operands on a CPU are computed in, in the whole process: autograd has threads of its own.
+    """What this module's products of fp32 operands on a CPU are computed in, in the whole process (autograd may use other threads).
 
     fp32: as given. bf16-backward: those of the backward pass in bf16, so that losses are those of fp32. bf16: all. Products too
     small for the native kernel (`native.product_usable`) stay in fp32.
@@ -36,7 +36,7 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
     if precision not in get_args(Precision):
         raise KaruiError(f"matmul precision {precision!r} is not known; there are {', '.join(get_args(Precision))}.")
     if precision != "fp32" and not native.ready():
-        raise KaruiError(f"matmul precision {precision} needs the native kernels (a C++ compiler, torch on GNU OpenMP); use fp32.")
+        raise KaruiError(f"matmul precision {precision} needs the native kernels (C++ compiler, torch on GNU OpenMP); use fp32.")
     was, _precision = _precision, precision
     try:
         yield
