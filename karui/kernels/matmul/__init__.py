@@ -24,7 +24,7 @@ _precision: Precision = "fp32"
 
 @contextmanager
 def matmul_precision(precision: Precision) -> Iterator[None]:
-    """What this module's products of fp32 operands on a CPU are computed in, in the whole process (autograd may use other threads).
+    """What this module's products of fp32 operands on a CPU are computed in, by the whole process (autograd has other threads).
 
     fp32: as given. bf16-backward: those of the backward pass in bf16, so that losses are those of fp32. bf16: all. Products too
     small for the native kernel (`native.product_usable`) stay in fp32.
