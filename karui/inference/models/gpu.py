@@ -45,6 +45,7 @@ MODELS = ("llama", "mistral", "qwen2", "qwen3")
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _FUSED = {"self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
           "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj")}
+_EMBEDDING = "model.embed_tokens"
 _SINGLE = ("self_attn.o_proj", "mlp.down_proj")
 
 
@@ -144,6 +145,8 @@ class TritonRunner(TorchRunner):
                 self._make(layer + name, [layer + name], checked)
         if not self.config.tied:
             self._make("lm_head", ["lm_head"], checked)
+        else:
+            self._pack_embedding(checked)
         self._weights |= {name: self._moved(w) for name, w in checked.items()}
         if self._packed:
             for name in [n for n in self._weights if n.endswith(_IN_PRODUCTS)]:
@@ -222,8 +225,15 @@ class TritonRunner(TorchRunner):
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits."""
-        return self._linear(hidden, "model.embed_tokens",
-                            {}).float() if self.config.tied else self._products["lm_head"](hidden).float()
+        product = self._products.get(_EMBEDDING if self.config.tied else "lm_head")
+        return (self._linear(hidden, _EMBEDDING, {}) if product is None else product(hidden)).float()
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        product = self._products.get(_EMBEDDING)
+        if product is None:
+            return super()._embed(tokens)
+        assert isinstance(product.weight, PackedWeight)
+        return dequantize_weight(product.weight.rows(tokens), self.dtype, "auto" if self.device.type == "cuda" else "triton")
 
     def _product(self, x: torch.Tensor, name: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
         y = self._products[name](x)
@@ -265,6 +275,20 @@ class TritonRunner(TorchRunner):
             self._weights |= {f"{part}.weight": view for part, view in zip(parts, views)}
         elif isinstance(joined, QTensor):
             self._weights[f"{parts[0]}.weight"] = joined
+
+    def _pack_embedding(self, checked: dict[str, QTensor | torch.Tensor]) -> None:
+        """A tied embedding on a grid is held once, as the head's product reads it; look-ups decode their rows of it."""
+        name = f"{_EMBEDDING}.weight"
+        w = self._moved(checked[name])
+        if not isinstance(w, QTensor):
+            return
+        try:
+            self._products[_EMBEDDING] = _Product(pack_weight(w), None, False)
+        except UnsupportedError as error:
+            logger.info("the embedding is dequantized in every step: %s", error)
+            return
+        self._packed = True
+        del checked[name]
 
     def _moved(self, w: QTensor | torch.Tensor) -> QTensor | torch.Tensor:
         return w.to(self.device) if isinstance(w, QTensor) else w.to(self.device, self.dtype)

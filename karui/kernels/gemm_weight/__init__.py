@@ -63,6 +63,16 @@ class PackedWeight:
         moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
         return replace(self, **moved)
 
+    def rows(self, at: torch.Tensor) -> PackedWeight:
+        """The weight of the rows `at` [n] int64: what a look-up in an embedding reads."""
+
+        def pick(t: torch.Tensor | None) -> torch.Tensor | None:
+            # torch does not index every 8-bit float on every device
+            return None if t is None else t.view(torch.uint8)[at].view(t.dtype) if t.element_size() == 1 else t[at]
+
+        picked: dict[str, Any] = {name: pick(getattr(self, name)) for name in ("data", "scale", "zero", "divisor")}
+        return replace(self, **picked, shape=(len(at), self.shape[1]))
+
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero, self.divisor) if t is not None)

@@ -97,6 +97,18 @@ def test_grids_and_caches(spec, kv_dtype, device):
         assert torch.equal(fast.dense_weight(module), plain.dense_weight(module))
 
 
+@pytest.mark.parametrize(("spec", "packs"), [("w8", True), ("nvfp4", True), ("w3g32", False)])
+def test_a_tied_embedding_on_a_grid(spec, packs, device):
+    """Held once: packed, as the head reads it; a grid without a kernel stays codes."""
+    name = "model.embed_tokens.weight"
+    made = weights(CONFIG) | {name: quantize(weights(CONFIG)[name], QuantSpec.parse(spec))}
+    fast, plain = compare(CONFIG, made, device=device)
+    assert (name in fast._weights) is not packs and fast.supports_partial_weights is not packs
+    assert torch.equal(fast.dense_weight("model.embed_tokens"), plain.dense_weight("model.embed_tokens"))
+    assert torch.equal(fast.embed(torch.tensor([3, 0, 28])), plain.embed(torch.tensor([3, 0, 28])))
+    assert fast.weight_bytes() < plain.weight_bytes() if spec == "nvfp4" else fast.weight_bytes() == plain.weight_bytes()
+
+
 def test_activations_in_fp8(device):
     """Rounding the inputs to E4M3 moves the logits a little, and only then."""
     with pytest.raises(AssertionError):
