@@ -131,6 +131,15 @@ def test_no_double_bos(tokenizers_by_name, write):
     assert [decode(plain, s.ids[s.loss_mask]) for s in pair] == [" 42<|im_end|>"] * 2
 
 
+def test_tokens_are_the_tokenizers_own_whatever_its_file_asks_for(tokenizers_by_name):
+    texts = ["", "the sum of two numbers", "a <|im_end|> b\n\n  c", "déjà vu \u4f60\u597d"]
+    for tokenizer in tokenizers_by_name.values():
+        wanted = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        tokenizer.backend_tokenizer.enable_truncation(3)
+        tokenizer.backend_tokenizer.enable_padding()
+        assert Encoder(tokenizer)(texts) == wanted
+
+
 def test_prompt_turns_carry_no_loss(tokenizers_by_name):
     """A conversation as prompt: its assistant turns are context, only the completion's are trained."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"},
