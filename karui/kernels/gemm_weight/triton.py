@@ -469,7 +469,7 @@ def offline_cases() -> list[Case]:
             constants = {"MIDDLE": 2 ** (bits - 1) if form == 0 and not zero else 0, "BITS": bits, "FORM": form, "HARD": cc >= 89,
                          "HIGH_FIRST": form == 1, "ZERO": zero, "BIAS": False, "LORA": lora > 0, "PARTS": lora == 0,
                          "BM": 64 if lora else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
-            quick = (90,) if name in ("int4 g128", "nvfp4", "nf4 lora") else ()
+            quick = (90,) if name in ("int4 g128", "nf4 lora") else ()
             cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4, 4, odd, quick))
     shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
     for lora in (0, 16):
@@ -490,5 +490,5 @@ def offline_cases() -> list[Case]:
                      "PARTS": False, "BM": 16, "BN": 64, "BK": 128}  # fmt: skip
         cases.append(Case(f"gemm_{'float8' if float8 else 'int8'} {bits} bit", _gemm_codes,
                           whole | ({"x_ptr": "*u8"} if float8 else {}), constants, patterns, 4, 4, ("M", "steps"),
-                          (90,) if bits == 8 else ()))  # fmt: skip
+                          (90,) if float8 else ()))  # fmt: skip
     return cases

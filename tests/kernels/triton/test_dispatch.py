@@ -13,7 +13,7 @@ from karui.kernels import triton_support
 from karui.kernels.quantize import quantize
 from karui.kernels.triton_support.offline import MODULES
 from tests.kernels.triton.pretend import PretendGpu, backward_too
-from tests.kernels.triton.test_runner import CONFIG, on_grid, weights
+from tests.kernels.triton.test_runner import CONFIG, on_grid
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests run on the GPU that is here")
 GRIDS = ("w4g32", "w4g128a", "w8t", "w1.58", "w1", "nf4", "nf4dq", "fp8", "fp8t", "mxfp8", "mxfp4", "nvfp4")
@@ -103,18 +103,16 @@ def test_a_step_in_low_precision(recipe, gpu):
 
 
 @pytest.mark.parametrize(("spec", "kv_dtype", "params"), [
-    ("none", "fp8", SamplingParams(max_tokens=3)),
-    ("nvfp4", "int8", SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=1, logprobs=0)),
-    ("w4g32", "float16", SamplingParams(max_tokens=3, temperature=1.0, repetition_penalty=1.3, seed=2, logprobs=2)),
-], ids=["dense", "drawn on the GPU", "drawn on the CPU"])  # fmt: skip
+    ("nvfp4", "fp8", SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=1, logprobs=0)),
+    ("w4g32", "int8", SamplingParams(max_tokens=2, temperature=1.0, repetition_penalty=1.3, seed=2, logprobs=2)),
+], ids=["drawn on the GPU", "drawn on the CPU"])  # fmt: skip
 def test_the_engine(spec, kv_dtype, params, gpu):
     from karui.inference.models.gpu import TritonRunner
 
-    made = weights(CONFIG) if spec == "none" else on_grid(spec)
-    said = []
+    made, said = on_grid(spec), []
     for runner in (TritonRunner(CONFIG, made, "cuda", torch.float16, graphs=False), TorchRunner(CONFIG, made, "cuda", torch.float16)):
         engine = Engine(runner, kv_dtype=kv_dtype, memory="1MB", block_size=4, max_context=32, max_tokens_per_step=8)
-        outputs = engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11]], params)
+        outputs = engine.generate([[1, 2, 3, 4, 5, 6], [10, 11]], params)
         said.append([o.token_ids for o in outputs])
         assert all(c.error is None for o in outputs for c in o.completions), outputs
     assert said[0] == said[1]

@@ -89,7 +89,7 @@ def on_grid(spec, config=CONFIG):
     return {n: quantize(w, QuantSpec.parse(spec)) if w.ndim == 2 and "embed" not in n else w for n, w in weights(config).items()}
 
 
-@pytest.mark.parametrize(("spec", "kv_dtype"), [("fp8", "fp8"), ("nvfp4", "float32"), ("mxfp8", "float16"), ("w8a8", "int8"), ("w1.58a8", "float32")])
+@pytest.mark.parametrize(("spec", "kv_dtype"), [("fp8", "fp8"), ("nvfp4", "float16"), ("w8a8", "int8"), ("w1.58a8", "float32")])
 def test_grids_and_caches(spec, kv_dtype, device):
     fast, plain = compare(CONFIG, on_grid(spec), kv_dtype, device=device)
     assert fast._packed and not fast.supports_partial_weights
@@ -111,9 +111,9 @@ def test_a_tied_embedding_on_a_grid(spec, packs, device):
 
 def test_activations_in_fp8(device):
     """Rounding the inputs to E4M3 moves the logits a little, and only then."""
-    with pytest.raises(AssertionError):
-        compare(CONFIG, on_grid("fp8"), device=device, activation_bits=8, bound=1e-3)
-    compare(CONFIG, on_grid("fp8"), device=device, activation_bits=8, bound=0.25)
+    fast, plain = compare(CONFIG, on_grid("fp8"), device=device, activation_bits=8, bound=0.25)
+    got, want = (runner.forward(next(steps())).logits for runner in (fast, plain))
+    assert (got - want).abs().max() > 1e-3 * want.abs().max()
 
 
 def test_a_gpu_without_fp8_refuses_activations_in_fp8(monkeypatch):
