@@ -33,7 +33,9 @@ class RowCosts {
 public:
     void saw(int rows, double seconds) {
         if (rows > kRows) return;
-        // A disturbed step raises it by a tenth, the next quiet one takes that back.
+        // A disturbed step raises it by a tenth, the next quiet one takes that back. What a bad moment made look dear is forgotten in time:
+        // else it would never be tried again.
+        for (double& s : seen_) s *= 0.995;
         seen_[rows] = std::min(seconds, 1.1 * of(rows));
     }
     double of(int rows) const {
