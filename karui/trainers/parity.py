@@ -25,8 +25,8 @@ BOUND = 2e-3
 """Largest difference of a token's logprob (natural log) that fp32 rounding may cause."""
 INT8_BOUND = 0.1
 """The same where activations are rounded to 8 bits per token: a difference in the last bit of fp32 can move a code by one. A
-model that such moves change more (ternary weights) may differ by `INT8_FACTOR` times what it changes when its embeddings are moved
-by `SHAKE`."""
+model that such moves change more (ternary weights) may differ by `INT8_FACTOR` times what it changes when its embeddings move by
+`SHAKE`."""
 INT8_FACTOR, SHAKE = 4.0, 1e-6
 NATIVE_BOUND = 0.5
 """Largest mean difference that int8 activations may cause before they count as broken rather than as coarse."""
