@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+
+from karui.kernels.native.arena import Arena
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +23,10 @@ class Machine:
 
 
 def measure_machine(threads: int | None = None, size_mib: int = 384, repeats: int = 5) -> Machine:
-    """Best of `repeats`. The fp32 product is a yardstick, not a ceiling: int8 arithmetic may pass it."""
+    """Best of `repeats`, the memory on huge pages as weights are. The fp32 product is a yardstick, not a ceiling: int8 arithmetic
+    may pass it."""
     threads = threads or len(os.sched_getaffinity(0))
-    array = np.ones(size_mib << 18, dtype=np.float32)
+    array = Arena().zeros(size_mib << 18, torch.float32).fill_(1).numpy()
     parts = np.array_split(array, threads)
     with ThreadPoolExecutor(threads) as pool:
         def once() -> float:
