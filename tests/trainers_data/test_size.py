@@ -115,10 +115,13 @@ def test_seen_is_a_set(values):
     assert len(seen) == len(plain)
 
 
-def test_seen_grows():
-    seen = Seen()
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_seen_grows(on_disk, tmp_path, monkeypatch):
+    monkeypatch.setattr("karui.trainers.data.seen._IN_MEMORY", 1 << 12)
+    seen = Seen(tmp_path if on_disk else None)
     assert not any(seen.add(i.to_bytes(4, "little")) for i in range(9000))
     assert all(seen.add(i.to_bytes(4, "little")) for i in range(9000)) and len(seen) == 9000
+    assert isinstance(seen._table.base, np.memmap) == on_disk and not list(tmp_path.iterdir())
 
 
 def test_long_texts_are_split_without_losing_a_token(write, tokenizers_by_name):

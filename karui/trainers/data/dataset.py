@@ -98,8 +98,8 @@ class _Builder:
     def __init__(self, section: DataSection, tokenizer: Any, source: Source, key: str | None) -> None:
         self.section, self.source, self.tokenizer, self.key = section, source, tokenizer, key
         self.encoder = RowEncoder(section, tokenizer)
-        self.spool = Spool(cache_path(key) if key else None)
-        self.seen = Seen()
+        path = cache_path(key) if key else None
+        self.spool, self.seen = Spool(path), Seen(path.parent if path else None)
         self.forms: dict[int, Format] = {}
         self.tally: Counter[str] = Counter()
         self.longest = self.open_turns = 0

@@ -1,4 +1,5 @@
-"""A set of 64-bit hashes in one flat array: 8 bytes an entry at most 60 % full, so that millions of rows cost megabytes.
+"""A set of 64-bit hashes in one flat array: 8 bytes an entry at most 60 % full, so that millions of rows cost megabytes, and once
+these are more than a few they are a file's, which the system may write out.
 
 Two different samples share a hash with probability n^2 / 2^65: 7e-7 for five million.
 """
@@ -6,18 +7,35 @@ Two different samples share a hash with probability n^2 / 2^65: 7e-7 for five mi
 from __future__ import annotations
 
 import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 _PIECE = 1 << 16
+_IN_MEMORY = 1 << 20  # slots: 8 MB
 
 
 class Seen:
-    """Hashes of what was added; 0 marks a free slot."""
+    """Hashes of what was added; 0 marks a free slot.
 
-    def __init__(self) -> None:
-        self._table = np.zeros(1 << 12, np.uint64)
+    Args:
+        folder: where a large set keeps its file, which has no name and is gone with the set; None: everything stays in memory.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._table = self._slots(1 << 12)
         self._count = 0
+
+    def _slots(self, count: int) -> Any:
+        if self._folder is None or count <= _IN_MEMORY:
+            return np.zeros(count, np.uint64)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            file.truncate(8 * count)
+            return np.memmap(file, np.uint64, "r+", shape=(count,)).view(np.ndarray)
 
     def __len__(self) -> int:
         return self._count
@@ -42,8 +60,9 @@ class Seen:
         return False
 
     def _grow(self) -> None:
-        old = self._table[self._table != 0]
-        self._table = np.zeros(len(self._table) * 2, np.uint64)
+        old = self._table
+        self._table = self._slots(len(old) * 2)
         for at in range(0, len(old), _PIECE):  # Python's integers take four times the array's bytes
-            for value in old[at : at + _PIECE].tolist():
+            piece = old[at : at + _PIECE]
+            for value in piece[piece != 0].tolist():
                 self._insert(value)
