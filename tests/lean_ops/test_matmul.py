@@ -37,7 +37,7 @@ def close(got, want, terms):
 
 @pytest.mark.parametrize("kind", ["nn", "nt", "tn", "tt"])
 def test_products_of_odd_shapes(isa, kind):
-    for m in (8, 13, 14, 15, 29, 43):
+    for m in (1, 5, 8, 13, 14, 15, 29, 43):
         for n in (32, 33, 47, 64, 330):
             for k in (16, 17, 100, 289, 577):
                 a, b = operands(m, k, n, kind)
@@ -108,6 +108,12 @@ def test_rows_and_threads_do_not_change_a_value(isa):
         assert torch.equal(matmul(a[7:30], b), want[7:30])
     finally:
         torch.set_num_threads(was)
+
+
+def test_the_number_of_rows_does_not_choose_the_kernel():
+    a, b = operands(300, 128, 96, "nt")
+    whole = matmul(a, b)
+    assert all(torch.equal(matmul(a[i : i + n], b), whole[i : i + n]) for i, n in ((0, 1), (3, 7), (100, 64)))
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16, 40, 300])

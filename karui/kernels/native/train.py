@@ -20,7 +20,7 @@ from karui.kernels.native.build import build, chosen_isa
 
 log = logging.getLogger(__name__)
 SOURCES = ("train.cpp", "sgemm.h", "parallel.h", "simd.h")
-SMALLEST = 1 << 21  # multiplications below which a product is left to torch
+SMALLEST = 1 << 13  # values of b below which a product is left to torch
 LANES = {"avx512": 16, "avx2": 8, "generic": 8}
 
 
@@ -107,10 +107,13 @@ def usable(*tensors: torch.Tensor) -> bool:
 
 
 def product_usable(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `product` takes a [m, k] and b [k, n], and would not be slower than torch: fp32 on the CPU, not too narrow."""
-    (m, k), n = a.shape, b.shape[1]
+    """Whether `product` takes a [m, k] and b [k, n], and would not be slower than torch: fp32 on the CPU, b not too narrow.
+
+    The number of rows has no say: rows of two sizes of micro-batch must be computed the same.
+    """
+    k, n = b.shape
     plain = all(t.dtype == torch.float32 and t.device.type == "cpu" and 1 in t.stride() for t in (a, b))
-    return plain and m >= 8 and k >= 16 and n >= 32 and m * k * n >= SMALLEST and _library() is not None
+    return plain and len(a) > 0 and k >= 16 and n >= 32 and k * n >= SMALLEST and _library() is not None
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plus: bool, bf16: bool = False) -> None:
