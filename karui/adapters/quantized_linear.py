@@ -12,7 +12,7 @@ from torch import nn
 
 from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
-from karui.kernels.gemm_weight import PackedWeight, dequantize_weight
+from karui.kernels.gemm_weight import PackedWeight, dequantize_weight, takes_group
 from karui.kernels.lora import frozen_linear
 from karui.kernels.pack import pack, unpack
 from karui.kernels.qtensor import QTensor
@@ -67,7 +67,8 @@ class QuantizedLinear(nn.Module):
 
     def packed(self) -> PackedWeight | None:
         """The 4-bit weight as `gemm_weight`'s kernels read it: the same bytes. None for other grids and for short groups."""
-        if self._table is None or self.in_features % 2 or not _kernel_groups(self.spec):
+        group = self.spec.group_size
+        if self._table is None or self.in_features % 2 or not (group is None or takes_group(group)):
             return None
         nf4 = self.spec.format == "nf4"
         data = self.qweight.view(self.out_features, -1)
@@ -135,12 +136,6 @@ def quantize_linears(model: nn.Module, spec: QuantSpec, skip: set[str]) -> dict[
     if not done:
         raise KaruiError(f"no linear layer to quantize to {spec} in {type(model).__name__}.")
     return done
-
-
-def _kernel_groups(spec: QuantSpec) -> bool:
-    """Whether the grid's groups are ones `gemm_weight` takes: whole rows, or a power of two from 32 on."""
-    group = spec.group_size
-    return group is None or (group >= 32 and group & (group - 1) == 0)
 
 
 def _four_bit(spec: QuantSpec) -> bool:

@@ -335,11 +335,11 @@ class Engine:
 
     def _run(self) -> None:
         started = time.perf_counter()
-        ahead = self._tokens_ahead(self.scheduler.running)
+        ahead = self._steps_ahead(self.scheduler.running)
         if self.speculation is not None and ahead < 2:
             self.speculation.propose(self.scheduler, self.max_context)
         plan = self.scheduler.schedule()
-        ahead = min(ahead, self._tokens_ahead([work.sequence for work in plan.works]))
+        ahead = min(ahead, self._steps_ahead([work.sequence for work in plan.works]))
         alone = self._plan_ahead(plan, ahead) if ahead > 1 else []
         try:
             self._copy(plan.copies)
@@ -361,7 +361,7 @@ class Engine:
         if self.speculation is not None:
             self.speculation.timed(0 if any(w.count > 1 for w in plan.works) else len(plan.works), verdicts, self._step_s)
 
-    def _tokens_ahead(self, sequences: Sequence[Tokens]) -> int:
+    def _steps_ahead(self, sequences: Sequence[Tokens]) -> int:
         """Steps that these sequences may decode unattended: 1 unless all are greedy, with drafts that the runner can make."""
         drafts = self.speculation
         ahead = min(self._ahead, int(AHEAD_S / self._step_s))
@@ -371,10 +371,16 @@ class Engine:
                     and (drafts is None or not drafts.typical(s.owner.params)) for s in sequences)
         return ahead if alone else 1
 
+    @property
+    def _native_drafts(self) -> dict[str, Any] | None:
+        """What the runner must know to draft by itself; None where nothing drafts, or where it cannot."""
+        return None if self.speculation is None else self.speculation.native
+
     def _plan_ahead(self, plan: Plan, rounds: int) -> list[Ahead]:
         """The plan's sequences with blocks for what they may gain and a draft; none when there are too few blocks for all."""
-        nodes = self.speculation.native["nodes"] if self.speculation is not None and self.speculation.native else 0
-        counts = [min(rounds * (2 if nodes else 1) + nodes, self.max_context - work.sequence.num_computed) for work in plan.works]
+        drafts = self._native_drafts
+        most = _gain(rounds, drafts) + (drafts["nodes"] if drafts else 0)
+        counts = [min(most, self.max_context - work.sequence.num_computed) for work in plan.works]
         if not self.scheduler.reserve(plan, counts):
             return []
         out = []
@@ -388,17 +394,17 @@ class Engine:
         """Decode all sequences for up to `rounds` steps in one call; False when already the first step had no numbers."""
         started = time.perf_counter()
         runner: Any = self.runner
-        drafts: dict[str, Any] | None = None
+        drafts = self._native_drafts
         aux_layers: tuple[int, ...] = ()
-        if self.speculation is not None and self.speculation.native is not None:
-            drafts = self.speculation.native | {"adapt": self.speculation.config.adaptive}
+        if self.speculation is not None and drafts is not None:
+            drafts = drafts | {"adapt": self.speculation.config.adaptive}
             aux_layers = self.speculation.aux_layers
             room = self.scheduler.max_tokens // len(alone) - 1 if self.speculation.drafts(len(alone)) else 0
             drafts["nodes"] = min(drafts["nodes"], room)
         size = self.pool.block_size
         rows, width = [work.sequence.table_row for work in plan.works], max(-(-a.reach // size) for a in alone)
         tables = np.ascontiguousarray(self.scheduler.tables[rows, :width])
-        gained = runner.decode(alone, tables, rounds, rounds * (2 if drafts else 1), aux_layers, drafts)
+        gained = runner.decode(alone, tables, rounds, _gain(rounds, drafts), aux_layers, drafts)
         if not gained.rounds:
             return False
         self._step_s = (time.perf_counter() - started) / len(gained.rounds)
@@ -832,6 +838,11 @@ class _Rows:
 
     def many(self, rows: slice) -> np.ndarray:
         return self.output.logits[rows].cpu().numpy()
+
+
+def _gain(rounds: int, drafts: dict[str, Any] | None) -> int:
+    """Tokens with which a sequence ends a call of so many rounds."""
+    return rounds * (2 if drafts else 1)
 
 
 def _forget_drafts(s: Tokens) -> None:

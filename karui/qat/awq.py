@@ -25,11 +25,10 @@ from karui.kernels.quantize.integer import find_range
 from karui.qat.calibration import Block, Group, Stage
 from karui.qat.fold import Pair, all_groups, pairs
 from karui.qat.gptq import accumulate, output_error
-from karui.qat.search import encode, search_scale
+from karui.qat.search import encode, search_scale, some_rows
 from karui.qat.types import LayerReport, MethodConfig
 
 log = logging.getLogger(__name__)
-ROWS = 512  # of each weight, evenly spread, judge the candidates for alpha
 
 
 class AWQConfig(MethodConfig):
@@ -114,9 +113,8 @@ def _search_alpha(
 ) -> tuple[float, torch.Tensor]:
     best, best_alpha, best_s = float("inf"), 0.0, torch.ones_like(mean)
     weights = []
-    for n in group.names:  # rows behave alike: a part of them chooses the same alpha for a part of the work
-        w = block.linears[n].weight.detach().float()
-        weights.append((w[:: max(1, len(w) // ROWS)], block.specs[n]))
+    for n in group.names:
+        weights.append((some_rows(block.linears[n].weight.detach().float()), block.specs[n]))
     for step in range(config.grid):
         alpha = step / config.grid
         s = mean.clamp_min(1e-4) ** alpha

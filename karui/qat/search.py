@@ -61,6 +61,12 @@ def encode(w: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, zero: torch.Te
     return QTensor(codes=codes, scale=scale, zero=zero, spec=spec, shape=shape)
 
 
+def some_rows(w: torch.Tensor, most: int = 512) -> torch.Tensor:
+    """At least `most` rows of w [out, in], evenly spread, or all. Rows behave alike: a part of them chooses the same scaling of
+    the inputs for a part of the work."""
+    return w[:: max(1, len(w) // most)]
+
+
 def weight_error(w: torch.Tensor, q: QTensor) -> float:
     """Relative squared error of a quantized weight; 0 for an all-zero weight."""
     return float((w - q.dequantize()).square().sum() / w.square().sum().clamp_min(1e-30))

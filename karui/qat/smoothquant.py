@@ -21,11 +21,11 @@ from karui.qat.activations import fake_quantize_tokens
 from karui.qat.calibration import Block, Group
 from karui.qat.fold import Pair, all_groups, pairs
 from karui.qat.rtn import RTNConfig, rounded
-from karui.qat.search import weight_error
+from karui.qat.search import some_rows, weight_error
 from karui.qat.types import LayerReport, MethodConfig
 
 ALPHAS = tuple(i / 20 for i in range(4, 20))
-ROWS = 512  # of each weight, and twice as many tokens, evenly spread, judge an alpha
+TOKENS = 1024  # evenly spread, judge an alpha
 
 
 class SmoothQuantConfig(MethodConfig):
@@ -84,8 +84,7 @@ def search_alpha(
     readers of the tensor; x [n, in] is a sample of it."""
     readers = []
     for n in group.names:
-        w = block.linears[n].weight.detach().float()
-        w = w[:: max(1, len(w) // ROWS)]
+        w = some_rows(block.linears[n].weight.detach().float())
         exact = x @ w.T
         readers.append((w, block.specs[n], exact, float(exact.square().sum()) or 1.0))
 
@@ -107,7 +106,7 @@ def statistics(block: Block) -> tuple[dict[Group, torch.Tensor], dict[Group, int
     largest: dict[Group, torch.Tensor] = {}
     tokens: dict[Group, int] = {}
     samples: dict[Group, list[torch.Tensor]] = {}
-    step = max(1, block.tokens // (2 * ROWS))
+    step = max(1, block.tokens // TOKENS)
     for stage in block.stages():
         for group in stage:
             largest[group] = torch.zeros(block.linears[group.names[0]].in_features, device=block.device)

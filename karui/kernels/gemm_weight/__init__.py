@@ -109,7 +109,7 @@ def pack_weight(q: QTensor) -> PackedWeight:
         codes = (codes.to(torch.int16) + middle).to(torch.uint8)
     scale = scale.expand(n, -1) if scale.shape[0] == 1 else scale
     group = k // scale.shape[1]
-    if form != "nvfp4" and group < k and (group < 32 or group & (group - 1)):
+    if form != "nvfp4" and group < k and not takes_group(group):
         raise UnsupportedError(f"{q.spec}: groups of {group}; the kernels take powers of two from 32 on, or whole rows.")
     zero = None if q.zero is None else q.zero.contiguous()
     data = pack(codes, bits).contiguous()
@@ -185,6 +185,11 @@ def gemm_float8(
 
         return triton.gemm_float8(x.reshape(-1, w.shape[1]), w, bias).view(*x.shape[:-1], w.shape[0])
     return reference.gemm_float8(x, w, bias)
+
+
+def takes_group(group: int) -> bool:
+    """Whether the kernels have groups of this size beside whole rows (NVFP4's of 16 are a case of their own)."""
+    return group >= 32 and group & (group - 1) == 0
 
 
 def takes_int8(w: PackedWeight) -> bool:

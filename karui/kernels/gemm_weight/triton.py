@@ -74,6 +74,18 @@ def _factor(scale_ptr, at, keep, divisor, FORM: tl.constexpr):
 
 
 @triton.jit
+def _store(y_ptr, bias_ptr, y, m, n, M, N, part, BIAS: tl.constexpr, PARTS: tl.constexpr):
+    """A tile [BN, BM], plus bias, into y [M, N]; or as one of the fp32 parts [parts, M, N] that `_add_parts` sums."""
+    keep = (n[:, None] < N) & (m[None, :] < M)
+    if PARTS:
+        tl.store(y_ptr + (part.to(tl.int64) * M + m[None, :]) * N + n[:, None], y, keep)
+    else:
+        if BIAS:
+            y += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[:, None]
+        tl.store(y_ptr + m.to(tl.int64)[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), keep)
+
+
+@triton.jit
 def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a_ptr, b_ptr, y_ptr, low_ptr, M, N, K, R,
           stride_x, num_groups, group, steps, scaling, MIDDLE: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr,
           HARD: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, LORA: tl.constexpr,
@@ -139,7 +151,6 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
             acc += product * tl.load(scale_ptr + row * num_groups + at).to(tl.float32)[:, None]
     if FORM == 3:
         acc = tl.div_rn(acc, tl.broadcast_to(tl.load(divisor_ptr + row)[:, None], [BN, BM]))
-    keep = (n[:, None] < N) & (m[None, :] < M)
     if LORA:
         # parts of K are rounded one by one and added in fp32
         rounded = (low * scaling).to(x_ptr.dtype.element_ty)
@@ -148,12 +159,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
             tl.store(to, rounded, (r[:, None] < R) & (m[None, :] < M))
         b = tl.load(b_ptr + row[:, None] * R + r[None, :], r[None, :] < R, 0.0)
         acc = dot(b, rounded, acc)
-    if PARTS:
-        tl.store(y_ptr + (part.to(tl.int64) * M + m[None, :]) * N + n[:, None], acc, keep)
-    else:
-        if BIAS:
-            acc += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[:, None]
-        tl.store(y_ptr + m.to(tl.int64)[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), keep)
+    _store(y_ptr, bias_ptr, acc, m, n, M, N, part, BIAS, PARTS)
 
 
 @triton.jit
@@ -284,13 +290,7 @@ def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, M, N, K
                 acc = tl.dot(code.to(tl.int8), x, acc, out_dtype=tl.int32)
     y = acc.to(tl.float32) * tl.load(x_scale_ptr + m, m < M, 0.0)[None, :]
     y *= tl.load(w_scale_ptr + n, n < N, 0.0).to(tl.float32)[:, None]
-    keep = (n[:, None] < N) & (m[None, :] < M)
-    if PARTS:
-        tl.store(y_ptr + (part.to(tl.int64) * M + m[None, :]) * N + n[:, None], y, keep)
-    else:
-        if BIAS:
-            y += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[:, None]
-        tl.store(y_ptr + m.to(tl.int64)[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), keep)
+    _store(y_ptr, bias_ptr, y, m, n, M, N, part, BIAS, PARTS)
 
 
 _FORMS = {"int": 0, "table": 1, "e4m3": 2, "nvfp4": 3}

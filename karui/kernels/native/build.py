@@ -23,7 +23,7 @@ from karui.configs.errors import KaruiError
 log = logging.getLogger(__name__)
 
 SOURCES = ("model.cpp", "rounds.h", "draft.h", "attention.h", "ops.h", "sampling.h", "gemm.h", "simd.h", "weights.h", "threads.h")
-LOWBIT = ("lowbit.cpp", "bf16_gemm.h")
+LOWBIT = ("lowbit.cpp",)
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 # Per instruction set: what the CPU must have (names of /proc/cpuinfo) and the compiler's flags. Best first.
 _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

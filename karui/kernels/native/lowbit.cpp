@@ -10,8 +10,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "bf16_gemm.h"
-
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {

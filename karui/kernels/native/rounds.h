@@ -5,7 +5,7 @@
 
 enum Method : int32_t { PLAIN = 0, LOOKUP = 1, EAGLE3 = 2 };
 
-struct Stream {  // one sequence; mirrored in karui/kernels/native/rounds.py, as is Rounds
+struct Stream {  // one sequence; mirrored in library.py, as is Rounds
     int32_t length;               // its tokens; the keys of all but the last are in the cache
     int32_t known;                // so many of them, the last ones, are in `tokens`
     int32_t left, reach;          // tokens it may gain; tokens that its blocks hold

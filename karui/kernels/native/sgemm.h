@@ -219,7 +219,7 @@ void strip(const Left<P>& a, Matrix b, int n, int first, int last, float* c, int
     for (int j = first; j < last && r; j += NR)
         Fp32::pack<NR>(n - j, r, update.v.data + j * update.v.column, update.v.column, update.v.row, packed_v + (int64_t)(j - first) * r);
     // B is used once or twice: reading it where it lies is cheaper than packing it
-    const bool as_is = P::DEEP == 1 && std::is_same_v<P, Fp32> && a.panels <= 2 && b.column == 1 && (last - first) % NR == 0;
+    const bool as_is = std::is_same_v<P, Fp32> && a.panels <= 2 && b.column == 1 && (last - first) % NR == 0;
     for (int p = 0; p < a.words(); p += a.step, plus = true) {
         const int k = a.words(p), added = p + k == a.words() ? r : 0;
         for (int j = first; j < last && !as_is; j += NR)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from karui.configs.errors import KaruiError
+from karui.kernels.native import train
 from karui.kernels.native.build import LOWBIT, build, chosen_isa
 from karui.kernels.quantize.compat import spread, tiled_amax
 from karui.kernels.quantize.elements import E2M1, Element, round_values
@@ -106,13 +107,10 @@ def exact_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Every product is exact and sums are in fp32; their order differs between the native kernel, which serves CPUs with AVX512-BF16
     (twice torch's rate for fp32 there), and torch.
     """
-    lib = _serving(a)
-    if lib is None or b.numel() == 0 or not lib.karui_bf16_gemm_serves():
+    if _serving(a) is None or not b.numel() or not train.has_bf16():
         return a @ b.t()
-    a, b = (x if 1 in x.stride() else x.contiguous() for x in (a, b))
     out = torch.empty(a.shape[0], b.shape[0])
-    lib.karui_bf16_gemm(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(), *out.shape, a.shape[1], torch.get_num_threads(),
-                        out.data_ptr())  # fmt: skip
+    train.product(a, b.t(), out, plus=False, bf16=True)
     return out
 
 
@@ -166,5 +164,4 @@ def _library() -> Any:
     ):
         function = getattr(lib, f"karui_lowbit_{name}")
         function.restype, function.argtypes = None, arguments
-    lib.karui_bf16_gemm.restype, lib.karui_bf16_gemm.argtypes = None, [p, n, n, p, n, n, n, n, n, i, p]
     return lib
