@@ -170,11 +170,13 @@ class Block:
         """Inputs [tokens, in] of the stage's groups, batch by batch, the block as it stands now.
 
         A stage of one group stops the forward pass as soon as its input is known. Where a submodule's output is the output of
-        that linear (o_proj in attention, down_proj in the MLP), its input is kept, and later passes start from it.
+        that linear (o_proj in attention, down_proj in the MLP), its input is kept, and later passes start from it: in one
+        tensor for all rows, since many pieces of some MB, freed again, leave a heap in which the next ones find no room.
         """
         first = {g: self.linears[g.names[0]] for g in stage}
         early = len(stage) == 1 and not stage[0].routed
         keep: list[torch.Tensor] = []
+        kept = torch.empty(0)
         for rows in self.slices():
             found: list[tuple[Group, torch.Tensor]] = []
 
@@ -191,8 +193,11 @@ class Block:
                 for h in hooks:
                     h.remove()
             for group, x in found:
-                if early:
-                    keep.append(x.clone() if x.is_inference() else x)
+                if early and len(stage[0].names) == 1:
+                    each = len(x) // (rows.stop - rows.start)  # 1, or tokens where a module flattens them
+                    if not keep:
+                        kept = x.new_empty((len(self.inputs) * each, *x.shape[1:]))
+                    keep.append(kept[rows.start * each : rows.stop * each].copy_(x))
                 yield group, x.reshape(-1, x.shape[-1])
         if early and len(stage[0].names) == 1:
             linear = first[stage[0]]
