@@ -224,7 +224,7 @@ def _matmul_note(device: str) -> str:
 
     if device != "cpu":
         return f"without effect on {device}, where run.precision says what products are computed in"
-    return "" if has_bf16() else "rounds, but is no faster, as this CPU has no AVX512-BF16"
+    return "" if has_bf16() else "rounds, but is no faster, as this CPU has neither AVX512-BF16 nor AMX"
 
 
 def _make_accelerator(recipe: Recipe) -> Accelerator:

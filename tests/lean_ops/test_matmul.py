@@ -13,12 +13,14 @@ from karui.kernels.native import train as native
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler here")
 
 
-@pytest.fixture(params=isas())
+@pytest.fixture(params=["avx512, no amx", *isas()] if "avx512" in isas() else isas())
 def isa(request, monkeypatch):
     """The kernels of one instruction set, for products of any size."""
-    monkeypatch.setenv("KARUI_ISA", request.param)
+    monkeypatch.setenv("KARUI_ISA", request.param.split(",")[0])
     monkeypatch.setattr(native, "SMALLEST", 0)
     native._library.cache_clear()
+    if "no amx" in request.param:
+        monkeypatch.setattr(native._library(), "best_bf16", min(native._library().best_bf16, 1))
     yield request.param
     native._library.cache_clear()
 
@@ -97,15 +99,18 @@ def test_sums_longer_than_one_packing(isa):
     assert close(matmul(a, b), a.double() @ b.double(), 4500)
 
 
-def test_rows_and_threads_do_not_change_a_value(isa):
-    a, b = operands(61, 300, 200, "nt")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rows_and_threads_do_not_change_a_value(isa, precision):
+    a, b = operands(161, 700, 210, "nt")
     was = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        want = matmul(a, b)
-        torch.set_num_threads(3)
-        assert torch.equal(matmul(a, b), want)
-        assert torch.equal(matmul(a[7:30], b), want[7:30])
+        with matmul_precision(precision):
+            torch.set_num_threads(1)
+            want = matmul(a, b)
+            torch.set_num_threads(3)
+            assert torch.equal(matmul(a, b), want)
+            assert all(torch.equal(matmul(a[i:j], b), want[i:j]) for i, j in ((0, 1), (7, 30), (40, 72), (9, 152)))
+            assert torch.equal(add_matmul(torch.zeros(40, 210), a[5:45], b), add_matmul(torch.zeros(161, 210), a, b)[5:45])
     finally:
         torch.set_num_threads(was)
 

@@ -33,7 +33,7 @@ _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "generic": ((), ()),
 }
 # Flags of an instruction set for what only some of its CPUs have.
-_EXTRAS = {"avx512": {"avx512_bf16": "-mavx512bf16"}}
+_EXTRAS = {"avx512": {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}}
 
 
 @cache

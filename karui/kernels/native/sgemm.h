@@ -1,5 +1,5 @@
 // C [m, n] (+)= A [m, k] B [k, n] of fp32 matrices, for the matrix products of training on a CPU: in fp32 (`Fp32`), or with both
-// operands rounded to bf16 and summed in fp32 (`Bf16`), which AVX512-BF16 does at twice the rate.
+// operands rounded to bf16 and summed in fp32, which AVX512-BF16 (`Bf16`) does at twice and AMX (`Amx`) at many times the rate.
 //
 // The scheme is Goto and van de Geijn's ("Anatomy of high-performance matrix multiplication", 2008): B goes into panels of two
 // vectors of columns, A into panels of as many rows as leave registers for it, and one tile of C stays in registers while a
@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #ifdef __linux__
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include <algorithm>
@@ -22,7 +24,7 @@
 
 namespace sgemm {
 
-constexpr int MR = W == 16 ? 14 : 6, NR = 2 * W;  // a tile of C: 28 of 32 registers, 12 of 16
+constexpr int ROWS = W == 16 ? 14 : 6, NR = 2 * W;  // a tile of C: 28 of 32 registers, 12 of 16
 constexpr int KC = 288, KG = 4096, NC = 320;      // words of a panel's depth, depth of one packing of A, columns packed at a time
 
 struct Free { void operator()(float* p) const { free(p); } };
@@ -56,7 +58,21 @@ INLINE void transpose4(const float* src, int64_t row, float* out, int width) {
     store(out + 3 * width, pairs_high(b, d));
 }
 
-struct Fp32 {
+// What a way of multiplying with a tile of C in vector registers says of its panels.
+template <class P>
+struct Vectors {
+    static constexpr int MR = ROWS, MULTIPLE = 1;  // rows of a panel of A; a panel is a multiple of so many words deep
+    static constexpr bool IN_TILES = false;
+    struct Tiles {};
+    INLINE void left(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
+        P::template pack<MR>(there, k, src, line, depth, out);
+    }
+    INLINE void right(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
+        P::template pack<NR>(there, k, src, line, depth, out);
+    }
+};
+
+struct Fp32 : Vectors<Fp32> {
     static constexpr int DEEP = 1;  // values of an operand in one word of a panel
     INLINE V step(V a, V b, V sum) { return fma(a, b, sum); }
 
@@ -83,7 +99,7 @@ struct Fp32 {
 
 #ifdef __AVX512BF16__
 // A word holds two neighbours in k, the first one low; an odd k ends with half a word of zero. Subnormal numbers count as zero.
-struct Bf16 {
+struct Bf16 : Vectors<Bf16> {
     static constexpr int DEEP = 2;
     INLINE V step(V a, V b, V sum) { return dot2(a, b, sum); }
 
@@ -120,7 +136,10 @@ struct Bf16 {
     }
 };
 #else
-struct Bf16 : Fp32 {
+struct Bf16 : Vectors<Bf16> {
+    static constexpr int DEEP = 1;
+    INLINE V step(V a, V b, V sum) { return Fp32::step(a, b, sum); }
+
     template <int WIDTH>
     static void pack(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
         Fp32::pack<WIDTH>(there, k, src, line, depth, out);
@@ -136,10 +155,112 @@ struct Panels {
     int64_t b_step;
 };
 
+#ifdef __AMX_BF16__
+// Tiles of 16 rows of 16 words: a panel of A is [k / 16][2][16 rows][16 words], one of B lies as for `Bf16`, both with zeros up to a
+// whole tile. The processor sums what AVX512-BF16 does in another order, and takes subnormal numbers for zero as well.
+struct Amx {
+    static constexpr int DEEP = 2, MR = 32, MULTIPLE = 16, TILE = 16 * 16;
+    static constexpr bool IN_TILES = true;
+
+    // Whether the kernel lets this process use the tiles: it must be asked once.
+    static bool allowed() {
+        static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+        return granted;
+    }
+
+    // The shape of the tiles, for as long as one of these lives in a thread.
+    struct Tiles {
+        struct alignas(64) Config {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        };
+        Tiles() {
+            static const Config config;
+            _tile_loadconfig(&config);
+        }
+        ~Tiles() { _tile_release(); }
+    };
+
+    static void left(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
+        alignas(64) float square[TILE], ends[2 * 16];
+        for (int p = 0; p < k; p += 32)
+            for (int half = 0; half < 32; half += 16, out += TILE) {
+                const float* from = src + p * depth + half * line;
+                const int rows = std::max(0, std::min(16, there - half)), deep = std::min(32, k - p);
+                if (line == 1 && rows == 16) {
+                    for (int j = 0; j < 16; j++, from += 2 * depth)
+                        store(square + 16 * j, bf16_pairs(2 * j < deep ? load(from) : set1(0.0f), 2 * j + 1 < deep ? load(from + depth) : set1(0.0f)));
+                    for (int i = 0; i < 16; i += 4) transpose4(square + i, 16, out + 16 * i, 16);
+                    continue;
+                }
+                for (int i = 0; i < 16; i++, from += line) {
+                    const bool whole = i < rows && depth == 1 && deep == 32;
+                    if (!whole)
+                        for (int j = 0; j < 32; j++) ends[j] = i < rows && j < deep ? from[j * depth] : 0.0f;
+                    store(out + 16 * i, bf16_words(whole ? from : ends));
+                }
+            }
+    }
+
+    static void right(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
+        Bf16::pack<NR>(there, k, src, line, depth, out);
+        for (int words = (k + 1) / 2; words % MULTIPLE; words++) memset(out + words * NR, 0, NR * sizeof(float));
+    }
+
+    // c (32 rows, 32 columns, `ldc` apart) += the product of a panel of A and one of B, k words deep; HIGH, WIDE: both halves of it.
+    template <bool HIGH, bool WIDE>
+    static void multiply(int k, const float* a, const float* b, float* c, int64_t ldc) {
+        const int64_t row = ldc * sizeof(float), right = NR * sizeof(float);
+        _tile_loadd(0, c, row);
+        if (WIDE) _tile_loadd(1, c + 16, row);
+        if (HIGH) _tile_loadd(2, c + 16 * ldc, row);
+        if (HIGH && WIDE) _tile_loadd(3, c + 16 * ldc + 16, row);
+        for (int p = 0; p < k; p += MULTIPLE, a += 2 * TILE, b += MULTIPLE * NR) {
+            _tile_loadd(4, a, 64);
+            _tile_loadd(6, b, right);
+            _tile_dpbf16ps(0, 4, 6);
+            if (WIDE) {
+                _tile_loadd(7, b + 16, right);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+            if (HIGH) {
+                _tile_loadd(5, a + TILE, 64);
+                _tile_dpbf16ps(2, 5, 6);
+            }
+            if (HIGH && WIDE) _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, c, row);
+        if (WIDE) _tile_stored(1, c + 16, row);
+        if (HIGH) _tile_stored(2, c + 16 * ldc, row);
+        if (HIGH && WIDE) _tile_stored(3, c + 16 * ldc + 16, row);
+    }
+
+    // As `sgemm::block`; what reaches past an edge is worked on beside c.
+    static void block(int high, int wide, bool plus, const Panels& p, float* c, int64_t ldc) {
+        alignas(64) float beside[MR * NR];
+        const bool inside = high == MR && wide == NR;
+        float* to = inside ? c : beside;
+        const int64_t step = inside ? ldc : NR;
+        for (int i = 0; i < high; i++)
+            if (!plus) memset(to + i * step, 0, wide * sizeof(float));
+            else if (!inside) memcpy(to + i * step, c + i * ldc, wide * sizeof(float));
+        const auto f = high > 16 ? wide > 16 ? multiply<true, true> : multiply<true, false>
+                                 : wide > 16 ? multiply<false, true> : multiply<false, false>;
+        f(p.k, p.a, p.b, to, step);
+        for (int i = 0; i < high && !inside; i++) memcpy(c + i * ldc, to + i * step, wide * sizeof(float));
+    }
+};
+#else
+struct Amx : Bf16 {
+    static bool allowed() { return false; }
+};
+#endif
+
 template <class P, int M, int N>  // M rows, N vectors of columns; panels of NR columns
 INLINE void multiply(const Panels& p, V (&x)[M][N]) {
     const float *a = p.a, *b = p.b;
-    for (int i = 0; i < p.k; i++, a += MR, b += p.b_step) {
+    for (int i = 0; i < p.k; i++, a += ROWS, b += p.b_step) {
         V right[N];
         for (int j = 0; j < N; j++) right[j] = load(b + j * W);
 #pragma GCC unroll 16
@@ -166,13 +287,24 @@ void tile(const Panels& first, const Panels& second, float* c, int64_t ldc) {
         for (int j = 0; j < N; j++) store(c + j * W, ADD ? add(load(c + j * W), x[i][j]) : x[i][j]);
 }
 
-template <class P, int M = MR>
+template <class P, int M = ROWS>
 INLINE void tile_of(int m, int vectors, bool plus, const Panels& first, const Panels& second, float* c, int64_t ldc) {
     if constexpr (M > 1) {
         if (m < M) return tile_of<P, M - 1>(m, vectors, plus, first, second, c, ldc);
     }
     if (vectors == 1) plus ? tile<P, M, 1, true>(first, second, c, ldc) : tile<P, M, 1, false>(first, second, c, ldc);
     else plus ? tile<P, M, 2, true>(first, second, c, ldc) : tile<P, M, 2, false>(first, second, c, ldc);
+}
+
+// c (+)= a panel of A, `high` rows of it, times one of B, `wide` columns.
+template <class P>
+INLINE void block(int high, int wide, bool plus, const Panels& first, const Panels& second, float* c, int64_t ldc) {
+    const int vectors = (wide + W - 1) / W;
+    if (wide % W == 0) return tile_of<P>(high, vectors, plus, first, second, c, ldc);
+    float edge[ROWS * NR];
+    tile_of<P>(high, vectors, false, first, second, edge, NR);
+    for (int row = 0; row < high; row++)
+        for (int q = 0; q < wide; q++) c[row * ldc + q] = (plus ? c[row * ldc + q] : 0.0f) + edge[row * NR + q];
 }
 
 struct Matrix {
@@ -185,23 +317,24 @@ template <class P>
 struct Left {
     float* data;
     int m, k, panels, rows, step;  // k in values
-    int words() const { return (k + P::DEEP - 1) / P::DEEP; }
+    static int whole(int words) { return (words + P::MULTIPLE - 1) / P::MULTIPLE * P::MULTIPLE; }
+    int words() const { return whole((k + P::DEEP - 1) / P::DEEP); }
     int words(int p) const { return std::min(step, words() - p); }              // of the block that begins at word p
     int depth(int p) const { return std::min(step * P::DEEP, k - p * P::DEEP); }  // the same in values
-    float* at(int panel, int p) const { return data + (int64_t)MR * ((int64_t)panel * words() + p); }
+    float* at(int panel, int p) const { return data + (int64_t)P::MR * ((int64_t)panel * words() + p); }
     int high(int panel) const { return std::min(rows, m - panel * rows); }
 };
 
 template <class P>
 Left<P> pack_left(int m, int k, Matrix a, Scratch& scratch) {
-    Left<P> left{nullptr, m, k, (m + MR - 1) / MR, 0, 0};
+    Left<P> left{nullptr, m, k, (m + P::MR - 1) / P::MR, 0, 0};
     const int blocks = (left.words() + KC - 1) / KC;
-    left.rows = (m + left.panels - 1) / left.panels;
-    left.step = (left.words() + blocks - 1) / blocks;
-    left.data = scratch.at_least((size_t)left.panels * MR * left.words());
+    left.rows = P::IN_TILES ? P::MR : (m + left.panels - 1) / left.panels;  // whole tiles, or panels of about the same height
+    left.step = left.whole((left.words() + blocks - 1) / blocks);
+    left.data = scratch.at_least((size_t)left.panels * P::MR * left.words());
     for (int i = 0, row = 0; i < left.panels; i++, row += left.rows)
         for (int p = 0; p < left.words(); p += left.step)
-            P::template pack<MR>(m - row, left.depth(p), a.data + row * a.row + p * P::DEEP * a.column, a.row, a.column, left.at(i, p));
+            P::left(m - row, left.depth(p), a.data + row * a.row + p * P::DEEP * a.column, a.row, a.column, left.at(i, p));
     return left;
 }
 
@@ -214,32 +347,29 @@ struct Update {
 // C (+)= A B (+ the update) for columns [first, last), a multiple of NR the first; b is [k, n].
 template <class P>
 void strip(const Left<P>& a, Matrix b, int n, int first, int last, float* c, int64_t ldc, bool plus, Update update, Scratch& scratch) {
-    const int r = update.low ? update.low->k : 0, wide = last - first + NR;
+    const int r = update.low && !P::IN_TILES ? update.low->k : 0, wide = last - first + NR;
     float *packed = scratch.at_least((size_t)wide * (a.step + r)), *packed_v = packed + (size_t)wide * a.step;
     for (int j = first; j < last && r; j += NR)
-        Fp32::pack<NR>(n - j, r, update.v.data + j * update.v.column, update.v.column, update.v.row, packed_v + (int64_t)(j - first) * r);
+        Fp32::right(n - j, r, update.v.data + j * update.v.column, update.v.column, update.v.row, packed_v + (int64_t)(j - first) * r);
     // B is used once or twice: reading it where it lies is cheaper than packing it
     const bool as_is = std::is_same_v<P, Fp32> && a.panels <= 2 && b.column == 1 && (last - first) % NR == 0;
+    [[maybe_unused]] const typename P::Tiles tiles;
     for (int p = 0; p < a.words(); p += a.step, plus = true) {
         const int k = a.words(p), added = p + k == a.words() ? r : 0;
         for (int j = first; j < last && !as_is; j += NR)
-            P::template pack<NR>(n - j, a.depth(p), b.data + p * P::DEEP * b.row + j * b.column, b.column, b.row, packed + (int64_t)(j - first) * k);
+            P::right(n - j, a.depth(p), b.data + p * P::DEEP * b.row + j * b.column, b.column, b.row, packed + (int64_t)(j - first) * k);
         for (int i = 0; i < a.panels; i++)
             for (int j = first; j < last; j += NR) {
-                const int high = a.high(i), there = std::min(NR, n - j), vectors = (there + W - 1) / W;
                 const Panels main{k, a.at(i, p), as_is ? b.data + p * b.row + j : packed + (int64_t)(j - first) * k, as_is ? b.row : NR};
                 const Panels second{added, added ? update.low->at(i, 0) : nullptr, packed_v + (int64_t)(j - first) * r, NR};
+                const int high = a.high(i), there = std::min(NR, n - j);
                 float* to = c + (int64_t)i * a.rows * ldc + j;
-                if (there % W == 0) {
-                    tile_of<P>(high, vectors, plus, main, second, to, ldc);
-                    continue;
-                }
-                float edge[MR * NR];
-                tile_of<P>(high, vectors, false, main, second, edge, NR);
-                for (int row = 0; row < high; row++)
-                    for (int q = 0; q < there; q++) to[row * ldc + q] = (plus ? to[row * ldc + q] : 0.0f) + edge[row * NR + q];
+                if constexpr (P::IN_TILES) P::block(high, there, plus, main, to, ldc);
+                else block<P>(high, there, plus, main, second, to, ldc);
             }
     }
+    if constexpr (P::IN_TILES)  // where an update cannot be added to what is in registers
+        if (update.low) strip(*update.low, update.v, n, first, last, c, ldc, true, {}, scratch);
 }
 
 template <class P>
@@ -252,7 +382,7 @@ void strips(const Left<P>& a, Matrix b, int n, int first, int last, float* c, in
 struct Cut {
     int m, n, high, wide, across;
     Cut(int threads, int m, int n) : m(m), n(n) {
-        const int down = n > 8 * m ? 1 : std::max(1, std::min(threads, m / (4 * MR)));
+        const int down = n > 8 * m ? 1 : std::max(1, std::min(threads, m / (4 * ROWS)));
         high = (m + down - 1) / down;
         wide = (n + (threads + down - 1) / down - 1) / ((threads + down - 1) / down);
         wide = (wide + NR - 1) / NR * NR;

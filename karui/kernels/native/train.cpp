@@ -268,20 +268,21 @@ void karui_attention_backward(const Attention* a) {
             }
 }
 
-int karui_has_bf16() { return sgemm::Bf16::DEEP > 1; }
+// The fastest `bf16` below that is faster here than 0: 1 with AVX512-BF16, 2 with AMX.
+int karui_best_bf16() { return sgemm::Amx::allowed() ? 2 : sgemm::Bf16::DEEP > 1; }
 
-// c [m, n] (+)= a b, rows of c `ldc` apart; a is [m, k] and b [k, n] with any strides, fast where one of them is 1. With bf16 the
-// operands are rounded to it.
+// c [m, n] (+)= a b, rows of c `ldc` apart; a is [m, k] and b [k, n] with any strides, fast where one of them is 1. bf16: 0, or 1 to round
+// the operands to it, or 2 to do so and multiply in AMX tiles.
 void karui_sgemm(const sgemm::Matrix* a, const sgemm::Matrix* b, float* c, int m, int n, int k, int64_t ldc, int plus, int bf16, int threads,
                  Gomp gomp) {
-    const auto f = bf16 ? sgemm::product<sgemm::Bf16> : sgemm::product<sgemm::Fp32>;
+    const auto f = bf16 == 2 ? sgemm::product<sgemm::Amx> : bf16 ? sgemm::product<sgemm::Bf16> : sgemm::product<sgemm::Fp32>;
     f(gomp, threads, m, n, k, *a, *b, c, ldc, plus != 0);
 }
 
 // out [m, n] = x w + low v with low [m, r] = scaling x u; out and low are dense.
 void karui_low_rank(const sgemm::Matrix* x, const sgemm::Matrix* w, const sgemm::Matrix* u, const sgemm::Matrix* v, int m, int n, int k, int r,
                     float scaling, float* low, float* out, int bf16, int threads, Gomp gomp) {
-    const auto f = bf16 ? sgemm::low_rank<sgemm::Bf16> : sgemm::low_rank<sgemm::Fp32>;
+    const auto f = bf16 == 2 ? sgemm::low_rank<sgemm::Amx> : bf16 ? sgemm::low_rank<sgemm::Bf16> : sgemm::low_rank<sgemm::Fp32>;
     f(gomp, threads, m, n, k, r, *x, *w, *u, *v, scaling, low, out);
 }
 

@@ -58,7 +58,7 @@ class Library:
             function = getattr(lib, f"karui_{name}")
             function.restype, function.argtypes = None, arguments
             setattr(self, name, function)
-        self.bf16 = bool(lib.karui_has_bf16())
+        self.best_bf16: int = lib.karui_best_bf16()  # 0: no faster than fp32; 1: AVX512-BF16; 2: AMX
         assert lib.karui_train_sizes() == C.sizeof(_Attention), "Attention differs between C++ and Python"
 
     def __getattr__(self, name: str) -> Any:  # only for type checkers: functions are set in __init__
@@ -94,8 +94,8 @@ def ready() -> bool:
 
 
 def has_bf16() -> bool:
-    """Whether products in bf16 are faster than in fp32: AVX512-BF16, and kernels compiled for it."""
-    return (library := _library()) is not None and library.bf16
+    """Whether products in bf16 are faster than in fp32: AVX512-BF16 or AMX, and kernels compiled for it."""
+    return (library := _library()) is not None and library.best_bf16 > 0
 
 
 def usable(*tensors: torch.Tensor) -> bool:
@@ -122,8 +122,8 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plus: bool, bf1
     With bf16, a and b are rounded to it (to nearest even) and their products summed in fp32.
     """
     library = _loaded()
-    library.sgemm(_matrix(a), _matrix(b), out.data_ptr(), *out.shape, a.shape[1], out.stride(0), int(plus), int(bf16), _threads(),
-                  library.gomp)
+    library.sgemm(_matrix(a), _matrix(b), out.data_ptr(), *out.shape, a.shape[1], out.stride(0), int(plus),
+                  max(1, library.best_bf16) if bf16 else 0, _threads(), library.gomp)
 
 
 def low_rank(
@@ -136,7 +136,7 @@ def low_rank(
     library = _loaded()
     out, low = x.new_empty(x.shape[0], w.shape[1]), x.new_empty(x.shape[0], u.shape[1])
     library.low_rank(_matrix(x), _matrix(w), _matrix(u), _matrix(v), *out.shape, x.shape[1], u.shape[1], scaling, low.data_ptr(),
-                     out.data_ptr(), int(bf16), _threads(), library.gomp)
+                     out.data_ptr(), max(1, library.best_bf16) if bf16 else 0, _threads(), library.gomp)
     return out, low
 
 

@@ -105,7 +105,7 @@ def exact_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A [M, K] times B [N, K] transposed, fp32 [M, N]; both fp32 with values that are bf16 numbers.
 
     Every product is exact and sums are in fp32; their order differs between the native kernel, which serves CPUs with AVX512-BF16
-    (twice torch's rate for fp32 there), and torch.
+    or AMX (twice and four times torch's rate for fp32 there), and torch.
     """
     if _serving(a) is None or not b.numel() or not train.has_bf16():
         return a @ b.t()
