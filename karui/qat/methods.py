@@ -6,17 +6,23 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
-from karui.configs.errors import KaruiError, nearest
+from karui.configs.errors import KaruiError, UnsupportedError, nearest
+from karui.configs.quantspec import QuantSpec
+
+ALL = ("int", "ternary", "fp8", "mxfp8", "mxfp4", "nvfp4", "nf4", "binary")
+STEPPED = ALL[:6]  # one step for every weight; `karui.qat.grids.SOLVABLE`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """module has `CONFIG` and `quantize_block(block, config)`; calibrates: needs rows; follows: needs the unquantized stream
-    too; finishes: has `finish_model`, called after the last block with the unquantized model's last hidden states."""
+    """module has `CONFIG` and `quantize_block(block, config)`; grids: formats it serves; calibrates: needs rows; follows: needs
+    the unquantized stream too; finishes: has `finish_model`, called after the last block with the unquantized model's last
+    hidden states."""
 
     name: str
     paper: str
     cost: str
+    grids: tuple[str, ...] = ("int",)
     calibrates: bool = True
     follows: bool = False
     finishes: bool = False
@@ -24,30 +30,34 @@ class Method:
     def load(self) -> ModuleType:
         return importlib.import_module(f"karui.qat.{self.name}")
 
+    def check(self, spec: QuantSpec) -> None:
+        """Raise `UnsupportedError` for a grid that the method does not serve, before a model is loaded."""
+        if spec.format != "none" and spec.format not in self.grids:
+            others = ", ".join(m.name for m in METHODS.values() if spec.format in m.grids)
+            raise UnsupportedError(f"{self.name} serves {', '.join(self.grids)} grids, not {spec}, which these do: {others}.")
+
 
 METHODS = {
     m.name: m
     for m in (
-        Method(name="rtn", paper="rounding to nearest, scale search", cost="seconds, no data", calibrates=False),
-        Method(name="gptq", paper="GPTQ, arXiv 2210.17323", cost="1.3 forward passes + one solve per layer"),
-        Method(name="awq", paper="AWQ, arXiv 2306.00978", cost="2 forward passes + a grid of 20 per layer"),
-        Method(name="smoothquant", paper="SmoothQuant, arXiv 2211.10438", cost="2 forward passes; for w8a8"),
-        Method(name="hqq", paper="HQQ, Badri and Shaji 2023", cost="seconds, no data", calibrates=False),
+        Method(name="rtn", paper="rounding to nearest, scale search", cost="seconds, no data; all grids", grids=ALL,
+               calibrates=False),
+        Method(name="gptq", paper="GPTQ, arXiv 2210.17323", grids=STEPPED,
+               cost="1.3 forward passes + one solve per layer; all grids but nf4 and w1"),
+        Method(name="awq", paper="AWQ, arXiv 2306.00978", cost="2 forward passes + a grid of 20 per layer; int grids"),
+        Method(name="smoothquant", paper="SmoothQuant, arXiv 2211.10438", cost="2 forward passes; for w8a8, serves all grids",
+               grids=ALL),
+        Method(name="hqq", paper="HQQ, Badri and Shaji 2023", cost="seconds, no data; int grids", calibrates=False),
         Method(name="llm_int8", paper="LLM.int8(), arXiv 2208.07339", cost="2 forward passes; w8a8 only"),
-        Method(name="rotation", paper="QuaRot 2404.00456, SpinQuant 2405.16406 (R1, R2)", cost="as gptq; unties a tied head"),
-        Method(name="autoround", paper="AutoRound, arXiv 2309.05516", cost="200 steps per block", follows=True),
-        Method(
-            name="block_ap", paper="EfficientQAT phase 1, arXiv 2407.11062", cost="GPTQ, then an epoch per block", follows=True
-        ),
-        Method(
-            name="efficient_qat",
-            paper="EfficientQAT, arXiv 2407.11062",
-            cost="block_ap, then an epoch of training",
-            follows=True,
-            finishes=True,
-        ),  # fmt: skip
+        Method(name="rotation", paper="QuaRot 2404.00456, SpinQuant 2405.16406 (R1, R2)", cost="as gptq; unties a tied head",
+               grids=STEPPED),
+        Method(name="autoround", paper="AutoRound, arXiv 2309.05516", cost="200 steps per block; int grids", follows=True),
+        Method(name="block_ap", paper="EfficientQAT phase 1, arXiv 2407.11062", cost="GPTQ, then an epoch per block; int grids",
+               follows=True),
+        Method(name="efficient_qat", paper="EfficientQAT, arXiv 2407.11062", follows=True, finishes=True,
+               cost="block_ap, then an epoch of training; int grids"),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Mixed precision by sensitivity: which grid each linear gets, so that a budget of bits buys the least loss.
 
-    sensitivity   D_g,s = loss with only the linears of tie group g on grid s, less the loss in high precision
+    sensitivity   D_g,s = what the loss rises by with only the linears of tie group g on grid s
     plan          minimise  sum_g D_g,s(g)   subject to   sum_g bits_g,s(g) <= budget            a multiple-choice knapsack
 
-Losses are measured, one group and grid at a time, over calibration rows (HAWQ has a curvature in place of the loss, arXiv
+Increases are measured, one group and grid at a time, over calibration rows (HAWQ has a curvature in their place, arXiv
 1905.03696); they are taken to add up. The knapsack is solved exactly by dynamic programming over the budget in units of the
 greatest common divisor of all sizes. Linears that a runtime fuses share one grid: q, k, v; gate, up; all experts of a block.
 Otherwise bits that differ inside a fused weight break the export (auto-round 2174, vLLM 47473).
@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -120,45 +120,63 @@ def _tie_of(name: str) -> str:
     return path
 
 
+class Kept(Protocol):
+    """A mapping of what was measured; `save` is called after every tie group."""
+
+    def __contains__(self, key: object) -> bool: ...
+    def __getitem__(self, key: tuple[str, str]) -> float: ...
+    def __setitem__(self, key: tuple[str, str], value: float) -> None: ...
+    def save(self) -> None: ...
+
+
 def measure(
     model: nn.Module,
     ties: Sequence[Tie],
     specs: Sequence[QuantSpec],
-    loss: Callable[[Tie | None], float],
+    increase: Callable[[Tie], float],
     progress: Callable[[int, int], None] | None = None,
+    kept: Kept | None = None,
 ) -> dict[tuple[str, str], float]:
     """(tie name, grid) -> loss increase; the model ends unchanged.
 
-    `loss` scores the model as it stands, in nats per token: unchanged (None), or changed in the linears of one tie only.
+    `increase` scores the model as it stands, changed in the linears of one tie only, in nats per token. What is in `kept` is not
+    measured again.
 
     The codes are rounding to nearest with a scale search, whatever method quantizes later: only their order matters.
 
     Raises:
-        KaruiError: a loss that is not finite (names the group and the grid).
+        KaruiError: an increase that is not finite (names the group and the grid).
     """
-    base, found = loss(None), {}
-    if not math.isfinite(base):
-        raise KaruiError(f"mixed precision: the model's own loss is {base}; mend the model or the rows first.")
+    found: dict[tuple[str, str], float] = {}
     total = len(ties) * len(specs)
     for i, tie in enumerate(ties):
         modules: list[Any] = [model.get_submodule(n.removesuffix(".weight")) for n in tie.weights]
-        kept = [m.weight.detach().clone() for m in modules]
+        high = [m.weight.detach().clone() for m in modules]
         for j, spec in enumerate(specs):
+            key = tie.name, str(spec)
             if spec.format == "none":
-                found[tie.name, str(spec)] = 0.0
+                found[key] = 0.0
+            elif kept is not None and key in kept:
+                found[key] = kept[key]
             else:
                 with torch.no_grad():
-                    for name, m, w in zip(tie.weights, modules, kept):
+                    for name, m, w in zip(tie.weights, modules, high):
                         m.weight.copy_(_values(w, spec, name))
-                value = loss(tie)
-                if not math.isfinite(value):
-                    raise KaruiError(f"mixed precision: {tie.name} on {spec} gives a loss of {value}; leave that grid out.")
-                found[tie.name, str(spec)] = value - base
+                found[key] = increase(tie)
+                if not math.isfinite(found[key]):
+                    raise KaruiError(
+                        f"mixed precision: {tie.name} on {spec} raises the loss by {found[key]}; leave that grid out, or mend "
+                        "the model where it gives such numbers by itself."
+                    )
+                if kept is not None:
+                    kept[key] = found[key]
             if progress is not None:
                 progress(i * len(specs) + j + 1, total)
         with torch.no_grad():
-            for m, w in zip(modules, kept):
+            for m, w in zip(modules, high):
                 m.weight.copy_(w)
+        if kept is not None:
+            kept.save()
     return found
 
 

@@ -33,13 +33,13 @@ def quantize_to_bundle(
     Args:
         model: a model folder or a catalogue name.
         calibration: text file; the first `samples` x `length` tokens are used. Only methods that need no data go without.
-        work: folder for finished blocks, from which a killed run goes on.
+        work: folder for finished blocks, and what was measured for a budget, from which a killed run goes on.
         settings: the method's own; skip: patterns of linears that stay in high precision.
         budget: bits per weight or bytes: each linear gets the one of `grids` that serves the loss best, in place of `spec`.
 
     Raises:
         KaruiError: what the method refuses, too little calibration text, a taken target, parity not met.
-        UnsupportedError: a model the engine does not run, or one that is quantized already.
+        UnsupportedError: a grid the method does not serve, a model the engine does not run, or one that is quantized already.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -67,6 +67,8 @@ def quantize_to_bundle(
         return train_to_bundle(model, output, method=method, spec=spec, embedding=embedding, calibration=calibration,
                                samples=samples, length=length, work=work, settings=settings, skip=skip)  # fmt: skip
     chosen = find_method(method)
+    for grid in (spec,) if budget is None else grids:
+        chosen.check(QuantSpec.parse(grid))
     check_target(Path(output), overwrite=False)
     console = Console(highlight=False)
     folder = resolve(model)
@@ -81,7 +83,7 @@ def quantize_to_bundle(
         plan_rows = rows_of_text(folder, calibration, samples, length) if rows is None else rows
         with Progress(console=console) as bar:
             task = bar.add_task("sensitivity")
-            plan = plan_for(folder, plan_rows, grids, budget, skip=skip,
+            plan = plan_for(folder, plan_rows, grids, budget, skip=skip, work=work,
                             progress=lambda done, total: bar.update(task, completed=done, total=total))  # fmt: skip
         console.print(plan.table())
         spec = str(max(set(plan.specs.values()), key=list(plan.specs.values()).count))
@@ -89,18 +91,21 @@ def quantize_to_bundle(
     with Progress(console=console) as bar:
         task = bar.add_task(f"{method} {spec if plan is None else 'mixed'}")
         options = Options(
-            settings=settings or {}, skip=skip, work=work, overrides=overrides,
+            settings=settings or {}, skip=skip, overrides=overrides,
+            work=work if plan is None or work is None else Path(work) / "blocks",
             progress=lambda done, total, seconds: bar.update(task, completed=done, total=total),
         )  # fmt: skip
         result = quantize_model(folder, method, spec, rows, options)
     notes = {**result.facts, **({"mixed_precision": plan.dump()} if plan is not None else {})}
-    grid = QuantSpec.parse(embedding)
+    if static := {r.name: r.activation_scale for r in result.report if r.activation_scale is not None}:
+        notes["activation_scales"] = static
+    head = QuantSpec.parse(embedding)
     weights: dict[str, Any] = dict(result.weights)
     fates = {r.name: ("fell_back", r.fallback) if r.fallback else ("quantized" if r.spec != "none" else "kept", r.note)
              for r in result.report if r.name in weights}  # fmt: skip
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in weights and grid.format != "none":
-            weights[name] = quantize(weights[name], grid, name=name)
+        if name in weights and head.format != "none":
+            weights[name] = quantize(weights[name], head, name=name)
             fates[name] = ("quantized", "embedding" if "embed" in name else "output head")
     tied = (("model.embed_tokens.weight", "lm_head.weight"),) if "lm_head.weight" not in weights else ()
     dense = {k: v.dequantize() if isinstance(v, QTensor) else v for k, v in weights.items()}

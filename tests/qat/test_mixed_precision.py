@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
 from karui.qat.mixed_precision import Tie, budget_of, choose_plan, measure, stored_bits, tie_groups
+from karui.trainers.mixed import _Divergence, plan_for
 from tests.qat.conftest import rows, tiny
+from tests.qat.test_experts import moe
 
 SPECS = [QuantSpec.parse(s) for s in ("w2g16", "w3g16", "w4g16", "w8")]
 
@@ -60,14 +63,7 @@ def test_sensitive_layers_get_more_bits():
     linears = linears_of(model)
     ties = tie_groups(linears)
     weights = {n: m.weight.clone() for n, m in linears.items()}
-    with torch.no_grad():
-        targets = model(ids).logits.softmax(-1)
-
-    def loss(_):
-        with torch.no_grad():
-            return float(-(targets * model(ids).logits.log_softmax(-1)).sum(-1).mean())
-
-    found = measure(model, ties, SPECS, loss)
+    found = measure(model, ties, SPECS, _Divergence(model, ids))
     for name, m in linears.items():
         assert torch.equal(m.weight, weights[name])
     order = sorted(ties, key=lambda t: found[t.name, "w2g16"] / t.bits(SPECS[0]))  # by what a bit buys
@@ -96,29 +92,77 @@ def test_a_budget_below_the_smallest_grids_says_what_they_need():
         choose_plan([], SPECS, {}, 100)
 
 
-def test_the_loss_without_the_blocks_before_is_the_loss():
-    from karui.trainers.mixed import _Loss
-
+def test_the_divergence_without_the_blocks_before_is_the_divergence():
     model, ids = tiny(), rows(4)
-    loss = _Loss(model, ids)
-    for tie in (None, *tie_groups(linears_of(model))):
-        for n in tie.weights if tie is not None else ():
+    with torch.no_grad():
+        wanted = model(ids).logits.double().log_softmax(-1)
+    increase = _Divergence(model, ids)
+    for tie in tie_groups(linears_of(model)):
+        assert abs(increase(tie)) < 1e-7
+        for n in tie.weights:
             model.get_submodule(n.removesuffix(".weight")).weight.data.mul_(1.3)
         with torch.no_grad():
-            logits = model(ids).logits[:, :-1]
-        whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        assert loss(tie) == pytest.approx(float(whole), rel=1e-5)
-        for n in tie.weights if tie is not None else ():
+            found = model(ids).logits.double().log_softmax(-1)
+        assert increase(tie) == pytest.approx(float((wanted.exp() * (wanted - found)).sum(-1).mean()), rel=1e-4)
+        for n in tie.weights:
             model.get_submodule(n.removesuffix(".weight")).weight.data.div_(1.3)
 
 
-def test_a_loss_that_is_not_finite_names_the_group():
+def test_an_increase_that_is_not_finite_names_the_group():
     model = tiny()
-    ties, calls = tie_groups(linears_of(model))[:1], []
+    with pytest.raises(KaruiError, match="layers.0.self_attn.q\\+k\\+v on w2g16 raises the loss by nan"):
+        measure(model, tie_groups(linears_of(model))[:1], SPECS[:1], lambda _: float("nan"))
 
-    def loss(_):
-        calls.append(1)
-        return 1.0 if len(calls) == 1 else float("nan")
 
-    with pytest.raises(KaruiError, match="layers.0.self_attn.q\\+k\\+v on w2g16 gives a loss of nan"):
-        measure(model, ties, SPECS[:1], loss)
+GRIDS = ["w2g16", "w3g16", "w4g16"]
+
+
+def test_a_killed_measurement_goes_on_and_ends_alike(tmp_path):
+    """Killed in the third group: what was kept is not measured again, and the plan is the whole run's."""
+    tiny().save_pretrained(tmp_path / "model")
+    whole = plan_for(tmp_path / "model", rows(4), GRIDS, "3.5")
+
+    class Killed(Exception):
+        pass
+
+    def kill(done, _):
+        if done == 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        plan_for(tmp_path / "model", rows(4), GRIDS, "3.5", work=tmp_path / "work", progress=kill)
+    kept = json.loads((tmp_path / "work" / "sensitivity.json").read_text())["increases"]
+    assert len(kept) == 6
+    kept[0][2] += 7.0  # seen again, so it was not measured again
+    file = tmp_path / "work" / "sensitivity.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "increases": kept}))
+    assert plan_for(tmp_path / "model", rows(4), GRIDS, "100", work=tmp_path / "work").increase == pytest.approx(
+        plan_for(tmp_path / "model", rows(4), GRIDS, "100").increase, abs=1e-12
+    )  # all at w4: the first group's w2 does not count
+    assert json.loads(file.read_text())["increases"][0][2] == kept[0][2]
+    kept[0][2] -= 7.0
+    file.write_text(json.dumps({**json.loads(file.read_text()), "increases": kept}))
+    assert plan_for(tmp_path / "model", rows(4), GRIDS, "3.5", work=tmp_path / "work") == whole
+    with pytest.raises(KaruiError, match="measured on another model, rows or grids"):
+        plan_for(tmp_path / "model", rows(5), GRIDS, "3.5", work=tmp_path / "work")
+    file.write_text("{")
+    with pytest.raises(KaruiError, match="not readable; delete it"):
+        plan_for(tmp_path / "model", rows(4), GRIDS, "3.5", work=tmp_path / "work")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_experts_are_in_the_plan_and_share_a_grid(kind, tmp_path):
+    moe(kind).save_pretrained(tmp_path)
+    plan = plan_for(tmp_path, rows(4), ["w2g16", "w4g16"], "3.2")
+    for i in range(2):
+        experts = {n: str(s) for n, s in plan.specs.items() if f"layers.{i}.mlp.experts." in n}
+        assert len(experts) == 6 * 3 and len(set(experts.values())) == 1
+        assert f"model.layers.{i}.mlp.experts" in {r[0] for r in plan.rows}
+    assert plan.bits_per_weight <= 3.2 and not any("gate.weight" in n for n in plan.specs)
+    assert all(increase > -1e-6 for *_, increase in plan.rows)
+
+
+def test_a_budget_in_bytes_is_kept(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    plan = plan_for(tmp_path, rows(4), GRIDS, "38kB")
+    assert plan.budget_bits == 38_000 * 8 and 36_000 * 8 < plan.bits <= 38_000 * 8
