@@ -7,6 +7,8 @@ pair in the high half of the byte; other widths as `karui.kernels.pack` does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -53,6 +55,16 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return frozen_linear(x, BaseWeight(self), self.bias)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
+        """A cast (`to(dtype)`, `half()`) reaches the bias alone: codes and scales keep the dtypes of their grid."""
+        stored = {name: value for name, value in self.named_buffers(recurse=False) if name != "bias"}
+        super()._apply(fn, recurse)
+        for name, value in stored.items():
+            moved = getattr(self, name)
+            if moved.dtype != value.dtype:
+                setattr(self, name, value.to(moved.device))
+        return self
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W [out, in], bit-equal to `self.qtensor().dequantize(dtype)`."""

@@ -103,3 +103,29 @@ def test_a_code_takes_the_bits_of_its_grid(spec, bits):
     packed = QuantizedLinear(quantize(torch.randn(256, 512), QuantSpec.parse(spec)))
     stored = sum(b.numel() * b.element_size() for n, b in packed.named_buffers() if n != "_table") * 8 / (256 * 512)
     assert stored == pytest.approx(bits, abs=0.07)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_cast_of_the_model_leaves_codes_and_scales_as_they_are(spec, dtype):
+    linear = _linear()
+    model = torch.nn.Sequential(QuantizedLinear.from_linear(linear, QuantSpec.parse(spec)))
+    wanted, before = model[0].dequantize(), {name: b.clone() for name, b in model[0].named_buffers()}
+    model.to(dtype)
+    assert torch.equal(model[0].dequantize(), wanted) and model[0].bias.dtype == dtype
+    for name, value in model[0].named_buffers():
+        if name != "bias":
+            assert value.dtype == before[name].dtype and torch.equal(value.view(torch.uint8), before[name].view(torch.uint8))
+    x = torch.randn(3, 128)
+    for inputs in (x.to(dtype), x):  # autocast hands over other dtypes than the bias has
+        out = model(inputs)
+        assert out.dtype == inputs.dtype
+        assert torch.allclose(out.float(), torch.nn.functional.linear(x, wanted, linear.bias), atol=0.05)
+    model.float()
+    assert torch.equal(model[0].dequantize(), wanted)
+
+
+def test_a_cast_still_moves_between_devices():
+    layer = QuantizedLinear.from_linear(_linear(), QuantSpec.parse("nf4dq")).to("meta", torch.float16)
+    assert {b.device.type for b in layer.buffers()} == {"meta"} and layer.scale.dtype == torch.uint8
+    assert layer.absmax_scale.dtype == torch.float32
