@@ -220,7 +220,7 @@ def chat(
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Bundles, model folders or catalogue names; compared in one table.")],
     text: Annotated[Path | None, typer.Option(help="Text file for perplexity.")] = None,
-    windows: Annotated[int | None, typer.Option(help="Only the first windows of 1024 tokens.")] = None,
+    windows: Annotated[int | None, typer.Option(help="Only so many windows, of 1024 tokens or the context.")] = None,
     data: Annotated[
         str | None, typer.Option(help="Held-out samples: a file or a shipped sample, e.g. gsm8k-sample-test.")
     ] = None,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from karui.inference.evaluate.report import Report
 
 log = logging.getLogger(__name__)
+WINDOW = 1024
+"""Tokens of a perplexity window, where every compared model's context holds so many."""
 
 
 def compare(
@@ -33,24 +35,34 @@ def compare(
 
     Args:
         models: bundles, model folders or catalogue names; sizes are compared with the first.
-        text, windows: perplexity over the first windows of a text file.
+        text, windows: perplexity over the first windows of a text file; windows hold `WINDOW` tokens, or as many as the shortest
+            of the contexts, the same for all.
         data: held-out samples: a file or shipped sample, or a recipe's data section (its eval split).
         runner: "auto" measures quality with torch in fp32 and speed with what the engine chooses; a name forces one for both.
     """
     from rich.console import Console
 
+    from karui.inference.bundle import open_model
     from karui.inference.evaluate.report import protocols, table
+    from karui.inference.loading import find
+    from karui.inference.models.config import from_hf
+    from karui.inference.models.rope import context_limit
 
     if text is not None and not text.is_file():
         raise KaruiError(f"--text {text}: no such file.")
     console = Console(highlight=False)
     reports = []
+    limits = {name: context_limit(from_hf(open_model(find(name)).config)) for name in models}
+    shortest = min(limits, key=lambda name: limits[name])
+    window = min(WINDOW, limits[shortest])
     for name in models:
         with console.status(f"measuring {name}"):
-            reports.append(_measure(name, text, windows, data, speed, runner))
+            reports.append(_measure(name, limits[name], text, windows, window, data, speed, runner))
         gc.collect()
     console.print(table(reports))
     lines = protocols(reports)
+    if text is not None and window < WINDOW:
+        lines.append(f"windows of {window} tokens instead of {WINDOW}: the context of {shortest} holds no more")
     lines.append(f"quality with the {'reference runner (torch, fp32)' if runner == 'auto' else runner + ' runner'}")
     for line in lines:
         console.print(f"  {line}", style="dim")
@@ -58,20 +70,17 @@ def compare(
 
 
 def _measure(
-    name: str, text: Path | None, windows: int | None, data: str | DataSection | None, speed: bool, runner: str
-) -> Report:
-    from karui.inference.bundle import open_model
+    name: str, limit: int, text: Path | None, windows: int | None, window: int, data: str | DataSection | None, speed: bool,
+    runner: str,
+) -> Report:  # fmt: skip
     from karui.inference.engine import Engine
     from karui.inference.evaluate.memory import disk_bytes, peak_memory
     from karui.inference.evaluate.report import Report
     from karui.inference.evaluate.scoring import held_out_loss, perplexity
     from karui.inference.evaluate.speed import speed as measure_speed
     from karui.inference.loading import find
-    from karui.inference.models.config import from_hf
-    from karui.inference.models.rope import context_limit
 
     folder = find(name)
-    limit = context_limit(from_hf(open_model(folder).config))
     found: dict[str, Any] = {}
     if text is not None or data is not None:
         judge = Engine.load(
@@ -86,7 +95,7 @@ def _measure(
             return judge.score([ids])[0].tolist()
 
         if text is not None:
-            found["perplexity"] = perplexity(scorer, text, judge.tokenizer, windows=windows)
+            found["perplexity"] = perplexity(scorer, text, judge.tokenizer, window=window, windows=windows)
         if data is not None:
             found["held_out"] = held_out_loss(scorer, _samples(data, judge.tokenizer), max_tokens=min(2048, limit))
         judge.runner.allocate(1, 16, "float32")
@@ -94,8 +103,9 @@ def _measure(
         engine = Engine.load(folder, runner=runner, max_context=min(1024, limit), max_sequences=8)
         weight_bytes = engine.runner.weight_bytes()
         if speed:
-            tokens = _speed_text(engine.tokenizer)
-            found["speed"] = measure_speed(engine, tokens)
+            tokens, new = _speed_text(engine.tokenizer), min(64, limit // 4)
+            longest = min(len(tokens), limit - new)
+            found["speed"] = measure_speed(engine, tokens, contexts=(min(8, longest // 2), longest), new_tokens=new)
     return Report(name=name, disk_bytes=disk_bytes(folder), weight_bytes=weight_bytes, peak_bytes=peak.host_bytes, **found)
 
 

@@ -220,3 +220,18 @@ class TestBadInput:
 
         done = subprocess.run([sys.executable, "-m", "karui.cli", "train", "nothing-there"], capture_output=True, text=True)
         assert done.returncode == 2 and "no such file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_short_context_takes_the_windows_that_fit(tiny_folder, tmp_path, capsys):
+    """`karui eval` asked for 1024 tokens of models that hold fewer; compared models get windows of one size."""
+    short = tmp_path / "short"
+    shutil.copytree(tiny_folder, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    text = tmp_path / "text.txt"
+    text.write_text("the river rose in the night. " * 40)
+    reports = compare([str(tiny_folder), str(short)], text=text, windows=2)
+    assert [r.perplexity.tokens for r in reports] == [126, 126] and reports[0].perplexity == reports[1].perplexity
+    assert [(r.speed.prefill_tokens, r.speed.new_tokens) for r in reports] == [(448, 64), (48, 16)]
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"windows of 64 tokens instead of 1024: the context of {short} holds no more" in said
