@@ -11,7 +11,8 @@ from tests.catalogue.conftest import tiny_model
 
 SPECS = [
     "w2g16", "w3g32", "w4g32", "w5", "w6t", "w7g32a", "w8", "w8g32", "w4g32a", "w3a", "w2ta", "w4g32:bf16", "w4g32:fp32", "w8a8",
-    "w1.58", "w1.58g32", "w1", "w1g32", "nf4", "nf4dq", "fp8", "fp8t",
+    "w1.58", "w1.58g32", "w1", "w1g32", "nf4", "nf4dq", "fp8", "fp8t", "mxfp8",
+    "mxfp4", "nvfp4",
 ]  # fmt: skip
 
 

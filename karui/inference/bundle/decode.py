@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from karui.configs.errors import CorruptError, UnsupportedError
+from karui.configs.errors import CorruptError
 from karui.configs.manifest import Manifest, TensorRecord
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
@@ -107,17 +107,15 @@ def codes(parts: Mapping[str, Stored], record: TensorRecord) -> np.ndarray:
 
 
 def values(parts: Mapping[str, Stored], record: TensorRecord) -> np.ndarray:
-    """The fp32 values [*shape] a stored tensor stands for; `UnsupportedError` for nvfp4, which has a pair of scales."""
+    """The fp32 values [*shape] a stored tensor stands for."""
     if record.spec == "none":
         return parts[""].values
     spec = QuantSpec.parse(record.spec)
     number = codes(parts, record)
     if spec.format == "nf4":
         number = np.array(_NF4, np.float32)[number]
-    elif spec.format == "mxfp4":
+    elif spec.format in ("mxfp4", "nvfp4"):
         number = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[number & 7] * np.where(number & 8, -1, 1).astype(np.float32)
-    elif spec.format == "nvfp4":
-        raise UnsupportedError("values of nvfp4 tensors are not decoded here.")
     number = number.astype(np.float32)
     scale = _scale(parts, spec)
     grouped = number.reshape(*scale.shape, -1)
@@ -131,7 +129,8 @@ def _scale(parts: Mapping[str, Stored], spec: QuantSpec) -> np.ndarray:
     if spec.scale_dtype == "e8m0":
         return np.exp2(stored.array.astype(np.float32) - 127)
     if not spec.double_quant:
-        return stored.values.astype(np.float32)
+        scale = stored.values.astype(np.float32)
+        return scale / parts["global_scale"].array if spec.format == "nvfp4" else scale
     flat = np.array(_dynamic_map(), np.float32)[stored.array.reshape(-1)]
     flat = flat * np.repeat(parts["absmax_scale"].array, 256)[: flat.size] + parts["absmax_mean"].array
     return flat.reshape(stored.array.shape).astype(np.float32)
@@ -187,9 +186,7 @@ def compare(folder: Path, manifest: Manifest, weights: Mapping[str, QTensor | to
         for part, tensor in (("scale", wanted.scale), ("zero", wanted.zero), *(wanted.extra or {}).items()):
             if tensor is not None:
                 _same(f"{name}.{part}", parts[part].array, tensor)
-        if wanted.spec.format != "nvfp4" and not np.allclose(
-            values(parts, record), wanted.dequantize().cpu().numpy(), rtol=1e-6, atol=0
-        ):
+        if not np.allclose(values(parts, record), wanted.dequantize().cpu().numpy(), rtol=1e-6, atol=0):
             raise CorruptError(f"{name}: the values read back differ from those of the grid that was written.")
     if seen != len(weights):
         raise CorruptError(f"{folder}: {seen} tensors read back, {len(weights)} were to be written.")

@@ -59,7 +59,8 @@ def to_parts(q: QTensor) -> dict[str, torch.Tensor]:
     codes = q.codes.reshape(-1, width)
     if not is_float8(q.spec):
         codes = pack(_unsigned(codes, q.spec), q.spec.bits)
-    parts = {"codes": codes, "scale": q.scale, **({} if q.zero is None else {"zero": q.zero}), **(q.extra or {})}
+    scale = q.scale.view(torch.uint8) if q.spec.scale_dtype == "e8m0" else q.scale
+    parts = {"codes": codes, "scale": scale, **({} if q.zero is None else {"zero": q.zero}), **(q.extra or {})}
     return {name: part.detach().cpu().contiguous() for name, part in parts.items()}
 
 
@@ -69,7 +70,8 @@ def from_parts(parts: dict[str, torch.Tensor], spec: QuantSpec, shape: tuple[int
     if not is_float8(spec):
         codes = _signed(unpack(codes, spec.bits, shape[-1]), spec)
     extra = {name: part for name, part in parts.items() if name not in ("codes", "scale", "zero")}
-    return QTensor(codes, parts["scale"], parts.get("zero"), spec, tuple(shape), extra or None)
+    scale = parts["scale"].view(torch.float8_e8m0fnu) if spec.scale_dtype == "e8m0" else parts["scale"]
+    return QTensor(codes, scale, parts.get("zero"), spec, tuple(shape), extra or None)
 
 
 def check_parts(name: str, parts: dict[str, torch.Tensor], spec: QuantSpec, shape: tuple[int, ...]) -> None:
