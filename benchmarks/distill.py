@@ -1,12 +1,15 @@
 """Distillation: what a teacher adds to labels in a fixed budget, how fast rollouts are, what a draft brings.
 
-    python benchmarks/distill.py [--quick] [--json OUT] [--plot OUT.png] [--only student,rollouts,draft] [--bundle DRAFTED]
+    python benchmarks/distill.py [--quick] [--json OUT] [--plot OUT.png] [--only student,on-policy,rollouts,draft] [--bundle DRAFTED]
 
-student   SmolLM2-135M with every second layer dropped (15 of 30), healed on `--steps` steps of 4 x 128 tokens of wikitext2_valid.txt;
-          figure: mean loss of the labels on 48 x 128 tokens of wikitext2_test.txt. Products in bf16. Same steps, order of data and learning rate for
-          labels alone, KLD alone, label + KLD (0.5 + 1), label + KLD + hidden states at the kept layers (1 + 1 + 10 (1 - cos)), KLD from 50 tokens and a tail (cached), and KLD on the student's own text
-          after half of the run; `--seeds` orders of the data. A difference counts when it is larger than twice the standard error of the
-          paired differences over seeds.
+student   SmolLM2-135M with 15 of its 30 layers (`--choice`), healed on `--steps` steps of 4 x 128 tokens of wikitext2_valid.txt; figure: mean
+          loss of the labels on the first `--words` words of wikitext2_test.txt. Products in bf16. Same steps, order of data and learning rate
+          for labels alone, KLD alone, label + KLD (0.5 + 1), label + KLD + hidden states at the kept layers (1 + 1 + 10 (1 - cos)), and KLD
+          from 50 tokens and a tail (cached); `--seeds` orders of the data. A difference counts when it is larger than twice the standard
+          error of the paired differences over seeds.
+on-policy the same student on `--steps` steps of 4 GSM8K answers: KLD on the data's answers; the same for half of the steps, then reverse KLD on
+          its own answers (64 tokens); the same in two thirds of the steps. Figures: reverse KL to the teacher, nats a token, on text
+          that each student draws itself for 32 test questions, which is what it meets when it is used; and the labels' loss.
 rollouts  tokens/s of the student's own text, sampled at temperature 1, top_p 1: the engine as `objective: on-policy` drives it,
           weights pushed before every batch and `--steps-at-once` steps written together, against the call in TRL's GKDTrainer on one
           step's padded batch (KARUI_PEERS), with its defaults and with gradient checkpointing off, without which it keeps no KV
@@ -39,9 +42,10 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "label+kld": {"kind": "distil", "label": 0.5},
     "label+kld+features": {"kind": "distil", "label": 1.0, "features": [{"loss": "cosine", "layers": "kept", "weight": 10.0}]},
     "kld top-50": {"kind": "distil", "rows": "topk", "k": 50, "cache": "auto"},
-    "kld, then on-policy": {"kind": "on-policy", "divergence": "forward_kl", "parameter": None, "off_policy_first": 0.5, "max_new_tokens": 64,
-                            "max_drift": 5.0},
 }
+PAIRS = [("kld", "labels"), ("label+kld", "labels"), ("label+kld+features", "labels"), ("kld", "label+kld"), ("kld top-50", "kld")]
+OWN_TEXT = {"kind": "on-policy", "divergence": "reverse_kl", "parameter": None, "off_policy_first": 0.5, "max_new_tokens": 64,
+            "unfinished": "keep", "max_drift": 5.0}
 
 
 def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
@@ -52,10 +56,11 @@ def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
         text = " ".join((DATA / source).read_text(encoding="utf-8").split(" ")[:words])
         if not (work / f"{name}.txt").is_file() or (work / f"{name}.txt").read_text(encoding="utf-8") != text:
             (work / f"{name}.txt").write_text(text, encoding="utf-8")
+    data = {"train": str(work / "train.txt"), "eval": str(work / "eval.txt"), "format": "text", "max_length": 128}
     runs: dict[str, list[dict[str, Any]]] = {}
     for seed in range(a.seeds):
         for name in [n for n in CONDITIONS if not a.conditions or n in a.conditions]:
-            runs.setdefault(name, []).append(_healed(a, work, name, seed))
+            runs.setdefault(name, []).append(_healed(a, work, name, seed, CONDITIONS[name], data, a.steps))
     losses = {name: [r["eval_loss"] for r in done] for name, done in runs.items()}
     curves = {name: done[0]["curve"] for name, done in runs.items()}
     before = next(iter(runs.values()))[0]["before"]
@@ -63,19 +68,74 @@ def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     for name, values in losses.items():
         spread = f"seeds: {', '.join(f'{v:.4f}' for v in values)}"
         figures.append(Figure(name=f"held-out loss, {name}", ours=statistics.fmean(values), unit="nats", better="lower", note=spread))
-    pairs = [("kld", "labels"), ("label+kld", "labels"), ("label+kld+features", "labels"), ("kld", "label+kld"), ("kld top-50", "kld"), ("kld, then on-policy", "kld")]
-    for one, other in pairs:
+    for one, other in PAIRS:
         if one in losses and other in losses:
-            gaps = [x - y for x, y in zip(losses[one], losses[other])]
-            error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
-            mean = statistics.fmean(gaps)
-            verdict = "one seed: no verdict" if len(gaps) < 2 else "separable" if abs(mean) > 2 * error else "not separable"
-            figures.append(Figure(name=f"{one} minus {other}", ours=mean, unit="nats", better="lower", goal=0.0 if other == "labels" else None,
-                                  note=f"standard error {error:.4f} over {len(gaps)} seeds: {verdict}"))
+            figures.append(_gap(f"{one} minus {other}", losses[one], losses[other], goal=0.0 if other == "labels" else None))
     return figures, {"losses": losses, "curves": curves}
 
 
-def _healed(a: Any, work: Path, name: str, seed: int) -> dict[str, Any]:
+def _gap(name: str, these: list[float], those: list[float], goal: float | None) -> Figure:
+    """The mean difference over seeds, and whether it is beyond their noise."""
+    gaps = [x - y for x, y in zip(these, those)]
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
+    mean = statistics.fmean(gaps)
+    verdict = "one seed: no verdict" if len(gaps) < 2 else "separable" if abs(mean) > 2 * error else "not separable"
+    return Figure(name=name, ours=mean, unit="nats", better="lower", goal=goal, note=f"standard error {error:.4f} over {len(gaps)} seeds: {verdict}")
+
+
+def on_policy(a: Any) -> list[Figure]:
+    """Off-policy, half of it on-policy, and that in fewer updates; every seed."""
+    work = a.work or Path(tempfile.mkdtemp(prefix="karui-distill-"))
+    work.mkdir(parents=True, exist_ok=True)
+    for name, source, rows in (("train", "gsm8k_train.jsonl", 4 * a.steps), ("eval", "gsm8k_test.jsonl", 48)):
+        lines = (DATA / source).read_text(encoding="utf-8").splitlines()[:rows]
+        (work / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    data = {"train": str(work / "train.jsonl"), "eval": str(work / "eval.jsonl"), "prompt": "question", "completion": "answer", "max_length": 256}
+    fewer = a.steps * 2 // 3
+    conditions = {f"kld, {a.steps} updates": ({"kind": "distil"}, a.steps), f"half on-policy, {a.steps} updates": (OWN_TEXT, a.steps),
+                  f"half on-policy, {fewer} updates": (OWN_TEXT, fewer)}
+    runs = {name: [_healed(a, work, name, seed, objective, data, steps, own_text=True) for seed in range(a.seeds)]
+            for name, (objective, steps) in conditions.items()}
+    figures = [Figure(name=f"{label}, {name}", ours=statistics.fmean(r[key] for r in done), unit="nats", better="lower",
+                      note="seeds: " + ", ".join(f"{r[key]:.4f}" for r in done))
+               for key, label in (("own_text", "reverse KL on its own text"), ("eval_loss", "held-out loss")) for name, done in runs.items()]
+    off, *rest = runs
+    return figures + [_gap(f"{label}, {name} minus {off}", [r[key] for r in runs[name]], [r[key] for r in runs[off]],
+                           goal=0.0 if key == "own_text" else None)
+                      for key, label in (("own_text", "reverse KL on its own text"), ("eval_loss", "held-out loss")) for name in rest]
+
+
+def _own_text_kl(folder: Path, questions: int = 32, tokens: int = 64) -> float:
+    """Mean over positions of KL(student || teacher), full distributions, on what the student in `folder` draws for test questions."""
+    import numpy as np
+    import torch
+
+    from karui.catalogue import load_tokenizer, resolve
+    from karui.configs.quantspec import QuantSpec
+    from karui.configs.recipe import ModelSection
+    from karui.trainers.model import load_model
+    from karui.trainers.objectives.engine_sampler import EngineSampler
+
+    tokenizer = load_tokenizer(resolve("smollm2-135m"))
+    student: Any = load_model(ModelSection(name=str(folder))).eval()
+    teacher: Any = load_model(ModelSection(name="smollm2-135m")).eval()
+    rows = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[100 : 100 + questions]]
+    prompts = [list(tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=True)["input_ids"])
+               for q in rows]
+    sampler = EngineSampler(student, spec=QuantSpec.parse("none"), end=[tokenizer.eos_token_id], max_context=512)
+    drawn = sampler.generate([np.array(p) for p in prompts], list(range(questions)), [tokens] * questions)
+    total, count = 0.0, 0
+    for prompt, own in zip(prompts, drawn):
+        ids = torch.tensor([[*prompt, *own.tokens]])
+        with torch.inference_mode():
+            ours, theirs = (m(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for m in (student, teacher))
+        total += float((ours.exp() * (ours - theirs)).sum(-1).double().sum())
+        count += len(ours)
+    return total / count
+
+
+def _healed(a: Any, work: Path, name: str, seed: int, objective: dict[str, Any], data: dict[str, Any], steps: int,
+            own_text: bool = False) -> dict[str, Any]:
     """One run, or what is known of it: results are kept by everything that defines them."""
     from karui.configs.recipe import Recipe
     from karui.trainers.loop import read_log
@@ -83,12 +143,12 @@ def _healed(a: Any, work: Path, name: str, seed: int) -> dict[str, Any]:
 
     recipe = Recipe.build({
         "name": "bench", "model": "smollm2-135m",
-        "data": {"train": str(work / "train.txt"), "eval": str(work / "eval.txt"), "format": "text", "max_length": 128},
+        "data": data,
         "prepare": [{"method": "prune-layers", "keep_layers": 15, "choice": a.choice, "samples": 8}],
-        "objective": CONDITIONS[name],
-        "optim": {"lr": a.lr, "batch": 4, "steps": a.steps, "micro_tokens": 512, "warmup": 0.1},
+        "objective": objective,
+        "optim": {"lr": a.lr, "batch": 4, "steps": steps, "micro_tokens": 512, "warmup": 0.1},
         "run": {"output": str(work / f"{name}-{seed}".replace(" ", "_")), "seed": seed, "threads": a.threads, "matmul": a.matmul,
-                "eval_every": max(1, a.steps // 4) if seed == 0 else None},
+                "eval_every": max(1, steps // 4) if seed == 0 else None},
         "track": {"to": "none"}})
     identity = {k: v for k, v in recipe.dump().items() if k not in ("run", "track")}
     digest = hashlib.sha256(json.dumps([identity, seed, a.matmul], sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -101,6 +161,9 @@ def _healed(a: Any, work: Path, name: str, seed: int) -> dict[str, Any]:
     result = {"name": name, "seed": seed, "eval_loss": done.metrics["eval_loss"], "before": done.metrics["eval_loss_before"],
               "tokens": done.metrics["tokens"], "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
               "curve": [(r["step"], r["eval_loss"]) for r in read_log(done.folder) if "eval_loss" in r]}
+    if own_text:
+        assert done.final is not None, "an interrupted run has no student"
+        result["own_text"] = _own_text_kl(done.final)
     for big in done.folder.rglob("*.safetensors"):
         big.unlink()
     kept.write_text(json.dumps(result), encoding="utf-8")
@@ -218,7 +281,7 @@ def plot(curves: dict[str, list[tuple[int, float]]], losses: dict[str, list[floa
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--plot", type=Path, help="write curves and end losses here")
-    parser.add_argument("--only", default="student,rollouts,draft")
+    parser.add_argument("--only", default="student,on-policy,rollouts,draft")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-4)
@@ -252,6 +315,8 @@ def main() -> None:
         figures += found
         if a.plot:
             plot(extra["curves"], extra["losses"], a.plot)
+    if "on-policy" in wanted:
+        figures += on_policy(a)
     if "rollouts" in wanted:
         figures += rollouts(a)
     if "draft" in wanted:
