@@ -4,7 +4,7 @@
 
 LoRA rank 16 on all linears of SmolLM2-135M in fp32, GSM8K as chat, 4 samples a step, linear schedule. Each side runs in a
 process of its own, in turn; TRL tokenizes, and karui trains on exactly those tokens, masks and initial A matrices, once with fp32
-products and once with those of the backward pass in bf16 (`--matmul`). Without the peer karui's own figures are still measured,
+products and once with `run.matmul: bf16x3` (`--matmul`). Without the peer karui's own figures are still measured,
 on its own tokens.
 
 Also says where the time goes: operations of the step, and their rate as a share of this machine's measured matrix product rate.
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA / "gsm8k_train.jsonl", help="GSM8K rows with question and answer")
     parser.add_argument("--steps", type=int, help="optimizer steps (default 12, quick 4)")
     parser.add_argument("--micro-tokens", type=int, default=1024, help="karui's tokens in one forward pass")
-    parser.add_argument("--matmul", default="fp32,bf16-backward", help="karui's `run.matmul`, one run for each")
+    parser.add_argument("--matmul", default="fp32,bf16x3", help="karui's `run.matmul`, one run for each")
     parser.add_argument("--worker", type=Path, help="internal: train in this folder and write result.json")
     args = parser.parse_args()
     steps = args.steps or (4 if args.quick else 12)

@@ -265,7 +265,7 @@ def measure_rate(shape: ModelShape, tokens: int, seconds: float = 0.2, matmul: P
 
     with matmul_precision(matmul if device == "cpu" else "fp32"):
         forward = products(False)
-        backward = products(True) if matmul == "bf16-backward" else forward
+        backward = products(True) if matmul in ("bf16-backward", "bf16x3") else forward
     return Rate(flops_per_s=forward, backward_flops_per_s=backward, device=device,
                 bytes_per_s=per_second(3.0 * 4 * 2**24, lambda: torch.add(a, b, out=a)))
 

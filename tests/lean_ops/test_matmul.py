@@ -68,6 +68,24 @@ def test_products_of_bf16_operands(isa, kind):
                     assert close(low_rank_matmul(a, b, u, v, 1.0)[0], want + low @ v.double(), 16 * k), (m, n, k)
 
 
+@pytest.mark.parametrize("kind", ["nn", "nt", "tn", "tt"])
+def test_products_of_split_operands(isa, kind):
+    for m in (1, 13, 32, 43):
+        for n in (32, 33, 330):
+            for k in (16, 17, 289, 577, 1155):
+                a, b = operands(m, k, n, kind)
+                want = a.double() @ b.double()
+                with matmul_precision("bf16x3"):
+                    got, out = matmul(a, b), torch.ones(m, n)
+                    u, v = operands(k, 5, n, kind, seed=1)
+                    updated = want + a.double() @ u.double() @ v.double()
+                    for x, y in ((got, want), (add_matmul(out, a, b), want + 1), (low_rank_matmul(a, b, u, v, 1.0)[0], updated)):
+                        assert (x.double() - y).abs().max() < 3e-5 * y.abs().max(), (m, n, k)
+                    rounded = matmul(a, b, backward=True)
+                error, error_of_bf16 = ((x.double() - want).abs().mean() for x in (got, rounded))
+                assert error < error_of_bf16 / 100, (m, n, k)
+
+
 def test_only_the_backward_pass_is_rounded(isa):
     a, b = operands(40, 64, 50, "nt")
     with matmul_precision("bf16-backward"):
@@ -83,6 +101,9 @@ def test_bf16_keeps_nan_and_infinity(isa):
     with matmul_precision("bf16"):
         out = matmul(a, b)
     assert bool(out[0].isnan().all()) and bool((out[1:3] == float("inf")).all()) and bool((out[3:] == 32).all())
+    with matmul_precision("bf16x3"):
+        out = matmul(a, b)
+    assert not bool(out[:2].isfinite().any()) and bool((out[3:] == 32).all())
 
 
 def test_bf16_is_refused_where_it_cannot_be(isa, monkeypatch):
@@ -99,7 +120,7 @@ def test_sums_longer_than_one_packing(isa):
     assert close(matmul(a, b), a.double() @ b.double(), 4500)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16x3", "bf16"])
 def test_rows_and_threads_do_not_change_a_value(isa, precision):
     a, b = operands(161, 700, 210, "nt")
     was = torch.get_num_threads()
@@ -161,7 +182,7 @@ def test_lora_gradients_equal_float64(isa, gated, precision, tolerance):
         assert float((got.double() - want).abs().max()) < largest
 
 
-@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16-backward", 1e-2), ("bf16", 2e-2)])
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16-backward", 1e-2), ("bf16x3", 1e-2), ("bf16", 2e-2)])
 def test_a_trained_linear(isa, precision, tolerance):
     g = torch.Generator().manual_seed(3)
     x, w, bias = (torch.randn(*shape, generator=g) for shape in ((2, 20, 64), (96, 64), (96,)))

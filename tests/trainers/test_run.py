@@ -85,8 +85,9 @@ def test_products_in_bf16_follow_fp32(make_recipe, tmp_path, monkeypatch, method
                            run={"matmul": matmul, "output": str(tmp_path / matmul)})
         return [loss for _, loss, *_ in steps_of(run_recipe(made).folder)]
 
-    exact, backward, every = (losses(m) for m in ("fp32", "bf16-backward", "bf16"))
+    exact, split, backward, every = (losses(m) for m in ("fp32", "bf16x3", "bf16-backward", "bf16"))
     assert backward[0] == exact[0] and every[0] != exact[0]
+    assert split[0] == pytest.approx(exact[0], rel=2e-5) and split == pytest.approx(exact, rel=2e-4)
     assert backward[1:] != exact[1:] and backward == pytest.approx(exact, rel=2e-4) and every == pytest.approx(exact, rel=5e-3)
 
 

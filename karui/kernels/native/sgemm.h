@@ -1,5 +1,6 @@
 // C [m, n] (+)= A [m, k] B [k, n] of fp32 matrices, for the matrix products of training on a CPU: in fp32 (`Fp32`), or with both
-// operands rounded to bf16 and summed in fp32, which AVX512-BF16 (`Bf16`) does at twice and AMX (`Amx`) at many times the rate.
+// operands rounded to bf16 and summed in fp32, which AVX512-BF16 (`Bf16`) does at twice and AMX (`Amx`) at four times the rate; or with each
+// operand split into two bf16 numbers, three products of which make up nearly all of the fp32 one (`Amx3`; Henry et al., 2019).
 //
 // The scheme is Goto and van de Geijn's ("Anatomy of high-performance matrix multiplication", 2008): B goes into panels of two
 // vectors of columns, A into panels of as many rows as leave registers for it, and one tile of C stays in registers while a
@@ -62,6 +63,7 @@ INLINE void transpose4(const float* src, int64_t row, float* out, int width) {
 template <class P>
 struct Vectors {
     static constexpr int MR = ROWS, MULTIPLE = 1;  // rows of a panel of A; a panel is a multiple of so many words deep
+    static constexpr int PARTS = 1;                // panels are so many times as large as their words
     static constexpr bool IN_TILES = false;
     struct Tiles {};
     INLINE void left(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
@@ -103,7 +105,17 @@ struct Bf16 : Vectors<Bf16> {
     static constexpr int DEEP = 2;
     INLINE V step(V a, V b, V sum) { return dot2(a, b, sum); }
 
-    template <int WIDTH>
+    template <bool REST>  // the numbers, or what rounding them to bf16 drops
+    INLINE V of(V a) {
+        if constexpr (REST) return beyond_bf16(a);
+        else return a;
+    }
+    template <bool REST>
+    INLINE V pairs(V a, V b) { return bf16_pairs(of<REST>(a), of<REST>(b)); }
+    template <bool REST>
+    INLINE V words(const float* p) { return bf16_words(of<REST>(load(p)), of<REST>(load(p + W))); }
+
+    template <int WIDTH, bool REST = false>
     static void pack(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
         constexpr int WHOLE = (WIDTH + W - 1) / W * W;
         const int words = (k + 1) / 2;
@@ -117,7 +129,7 @@ struct Bf16 : Vectors<Bf16> {
                         if (2 * p + 1 < k) memcpy(two[1] + i, second, std::max(0, std::min(W, there - i)) * sizeof(float));
                         first = two[0] + i, second = two[1] + i;
                     }
-                    const V both = bf16_pairs(load(first), 2 * p + 1 < k ? load(second) : set1(0.0f));
+                    const V both = pairs<REST>(load(first), 2 * p + 1 < k ? load(second) : set1(0.0f));
                     if (i + W <= WIDTH || p + 1 < words) store(out + i, both);  // what spills, the next word overwrites
                     else memcpy(out + i, &both, (WIDTH - i) * sizeof(float));
                 }
@@ -130,7 +142,7 @@ struct Bf16 : Vectors<Bf16> {
                 const bool inside = depth == 1 && i < there && 2 * (p + W) <= k;
                 if (!inside)
                     for (int j = 0; j < 2 * W; j++) ends[j] = i < there && 2 * p + j < k ? from[j * depth] : 0.0f;
-                store(lines[i] + p, bf16_words(inside ? from : ends));
+                store(lines[i] + p, Bf16::words<REST>(inside ? from : ends));
             }
         Fp32::pack<WIDTH>(WHOLE, words, lines[0], KC, 1, out);
     }
@@ -156,10 +168,12 @@ struct Panels {
 };
 
 #ifdef __AMX_BF16__
-// Tiles of 16 rows of 16 words: a panel of A is [k / 16][2][16 rows][16 words], one of B lies as for `Bf16`, both with zeros up to a
-// whole tile. The processor sums what AVX512-BF16 does in another order, and takes subnormal numbers for zero as well.
-struct Amx {
-    static constexpr int DEEP = 2, MR = 32, MULTIPLE = 16, TILE = 16 * 16;
+// Tiles of 16 rows of 16 words: a panel of A is [k / 16][PARTS][2][16 rows][16 words], one of B is [PARTS] times what it is for `Bf16`, both
+// with zeros up to a whole tile. The processor sums in another order than AVX512-BF16, and takes subnormal numbers for zero as well.
+// PARTS 2: operands as the sum of two bf16 numbers, of whose four products that of the smaller ones is left out.
+template <int PARTS_>
+struct Tiled {
+    static constexpr int PARTS = PARTS_, DEEP = 2, MR = 32, MULTIPLE = 16, TILE = 16 * 16;
     static constexpr bool IN_TILES = true;
 
     // Whether the kernel lets this process use the tiles: it must be asked once.
@@ -182,53 +196,72 @@ struct Amx {
         ~Tiles() { _tile_release(); }
     };
 
-    static void left(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
+    template <bool REST>  // one tile, of `rows` lines and `deep` values
+    static void pack(int rows, int deep, const float* from, int64_t line, int64_t depth, float* out) {
         alignas(64) float square[TILE], ends[2 * 16];
-        for (int p = 0; p < k; p += 32)
-            for (int half = 0; half < 32; half += 16, out += TILE) {
-                const float* from = src + p * depth + half * line;
-                const int rows = std::max(0, std::min(16, there - half)), deep = std::min(32, k - p);
-                if (line == 1 && rows == 16) {
-                    for (int j = 0; j < 16; j++, from += 2 * depth)
-                        store(square + 16 * j, bf16_pairs(2 * j < deep ? load(from) : set1(0.0f), 2 * j + 1 < deep ? load(from + depth) : set1(0.0f)));
-                    for (int i = 0; i < 16; i += 4) transpose4(square + i, 16, out + 16 * i, 16);
-                    continue;
-                }
-                for (int i = 0; i < 16; i++, from += line) {
-                    const bool whole = i < rows && depth == 1 && deep == 32;
-                    if (!whole)
-                        for (int j = 0; j < 32; j++) ends[j] = i < rows && j < deep ? from[j * depth] : 0.0f;
-                    store(out + 16 * i, bf16_words(whole ? from : ends));
-                }
+        if (line == 1 && rows == 16) {
+            for (int j = 0; j < 16; j++, from += 2 * depth)
+                store(square + 16 * j,
+                      Bf16::pairs<REST>(2 * j < deep ? load(from) : set1(0.0f), 2 * j + 1 < deep ? load(from + depth) : set1(0.0f)));
+            for (int i = 0; i < 16; i += 4) transpose4(square + i, 16, out + 16 * i, 16);
+            return;
+        }
+        for (int i = 0; i < 16; i++, from += line) {
+            const bool whole = i < rows && depth == 1 && deep == 32;
+            if (!whole)
+                for (int j = 0; j < 32; j++) ends[j] = i < rows && j < deep ? from[j * depth] : 0.0f;
+            store(out + 16 * i, Bf16::words<REST>(whole ? from : ends));
+        }
+    }
+
+    static void left(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
+        for (int p = 0; p < k; p += 32, out += 2 * PARTS * TILE)
+            for (int half = 0; half < 2; half++) {
+                const float* from = src + p * depth + 16 * half * line;
+                const int rows = std::max(0, std::min(16, there - 16 * half)), deep = std::min(32, k - p);
+                pack<false>(rows, deep, from, line, depth, out + half * TILE);
+                if (PARTS == 2) pack<true>(rows, deep, from, line, depth, out + (2 + half) * TILE);
             }
     }
 
     static void right(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
+        const int words = (k + 1) / 2, whole = (words + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
         Bf16::pack<NR>(there, k, src, line, depth, out);
-        for (int words = (k + 1) / 2; words % MULTIPLE; words++) memset(out + words * NR, 0, NR * sizeof(float));
+        memset(out + words * NR, 0, (whole - words) * NR * sizeof(float));
+        if (PARTS == 1) return;
+        out += whole * NR;
+        Bf16::pack<NR, true>(there, k, src, line, depth, out);
+        memset(out + words * NR, 0, (whole - words) * NR * sizeof(float));
     }
 
     // c (32 rows, 32 columns, `ldc` apart) += the product of a panel of A and one of B, k words deep; HIGH, WIDE: both halves of it.
     template <bool HIGH, bool WIDE>
     static void multiply(int k, const float* a, const float* b, float* c, int64_t ldc) {
-        const int64_t row = ldc * sizeof(float), right = NR * sizeof(float);
+        constexpr int64_t right = NR * sizeof(float);
+        const int64_t row = ldc * sizeof(float);
         _tile_loadd(0, c, row);
         if (WIDE) _tile_loadd(1, c + 16, row);
         if (HIGH) _tile_loadd(2, c + 16 * ldc, row);
         if (HIGH && WIDE) _tile_loadd(3, c + 16 * ldc + 16, row);
-        for (int p = 0; p < k; p += MULTIPLE, a += 2 * TILE, b += MULTIPLE * NR) {
-            _tile_loadd(4, a, 64);
-            _tile_loadd(6, b, right);
+        const auto add = [] {
             _tile_dpbf16ps(0, 4, 6);
-            if (WIDE) {
-                _tile_loadd(7, b + 16, right);
-                _tile_dpbf16ps(1, 4, 7);
-            }
-            if (HIGH) {
-                _tile_loadd(5, a + TILE, 64);
-                _tile_dpbf16ps(2, 5, 6);
-            }
+            if (WIDE) _tile_dpbf16ps(1, 4, 7);
+            if (HIGH) _tile_dpbf16ps(2, 5, 6);
             if (HIGH && WIDE) _tile_dpbf16ps(3, 5, 7);
+        };
+        const auto load_a = [](const float* from) {
+            _tile_loadd(4, from, 64);
+            if (HIGH) _tile_loadd(5, from + TILE, 64);
+        };
+        const auto load_b = [](const float* from) {
+            _tile_loadd(6, from, right);
+            if (WIDE) _tile_loadd(7, from + 16, right);
+        };
+        for (int p = 0; p < k; p += MULTIPLE, a += 2 * PARTS * TILE, b += MULTIPLE * NR) {
+            load_a(a), load_b(b), add();
+            if (PARTS == 1) continue;
+            load_b(b + k * NR), add();
+            load_a(a + 2 * TILE), load_b(b), add();
         }
         _tile_stored(0, c, row);
         if (WIDE) _tile_stored(1, c + 16, row);
@@ -251,10 +284,13 @@ struct Amx {
         for (int i = 0; i < high && !inside; i++) memcpy(c + i * ldc, to + i * step, wide * sizeof(float));
     }
 };
+typedef Tiled<1> Amx;
+typedef Tiled<2> Amx3;
 #else
 struct Amx : Bf16 {
     static bool allowed() { return false; }
 };
+typedef Fp32 Amx3;
 #endif
 
 template <class P, int M, int N>  // M rows, N vectors of columns; panels of NR columns
@@ -321,17 +357,17 @@ struct Left {
     int words() const { return whole((k + P::DEEP - 1) / P::DEEP); }
     int words(int p) const { return std::min(step, words() - p); }              // of the block that begins at word p
     int depth(int p) const { return std::min(step * P::DEEP, k - p * P::DEEP); }  // the same in values
-    float* at(int panel, int p) const { return data + (int64_t)P::MR * ((int64_t)panel * words() + p); }
+    float* at(int panel, int p) const { return data + (int64_t)P::PARTS * P::MR * ((int64_t)panel * words() + p); }
     int high(int panel) const { return std::min(rows, m - panel * rows); }
 };
 
 template <class P>
 Left<P> pack_left(int m, int k, Matrix a, Scratch& scratch) {
     Left<P> left{nullptr, m, k, (m + P::MR - 1) / P::MR, 0, 0};
-    const int blocks = (left.words() + KC - 1) / KC;
+    const int blocks = (left.words() * P::PARTS + KC - 1) / KC;
     left.rows = P::IN_TILES ? P::MR : (m + left.panels - 1) / left.panels;  // whole tiles, or panels of about the same height
     left.step = left.whole((left.words() + blocks - 1) / blocks);
-    left.data = scratch.at_least((size_t)left.panels * P::MR * left.words());
+    left.data = scratch.at_least((size_t)left.panels * P::PARTS * P::MR * left.words());
     for (int i = 0, row = 0; i < left.panels; i++, row += left.rows)
         for (int p = 0; p < left.words(); p += left.step)
             P::left(m - row, left.depth(p), a.data + row * a.row + p * P::DEEP * a.column, a.row, a.column, left.at(i, p));
@@ -348,7 +384,7 @@ struct Update {
 template <class P>
 void strip(const Left<P>& a, Matrix b, int n, int first, int last, float* c, int64_t ldc, bool plus, Update update, Scratch& scratch) {
     const int r = update.low && !P::IN_TILES ? update.low->k : 0, wide = last - first + NR;
-    float *packed = scratch.at_least((size_t)wide * (a.step + r)), *packed_v = packed + (size_t)wide * a.step;
+    float *packed = scratch.at_least((size_t)wide * (P::PARTS * a.step + r)), *packed_v = packed + (size_t)wide * P::PARTS * a.step;
     for (int j = first; j < last && r; j += NR)
         Fp32::right(n - j, r, update.v.data + j * update.v.column, update.v.column, update.v.row, packed_v + (int64_t)(j - first) * r);
     // B is used once or twice: reading it where it lies is cheaper than packing it
@@ -357,10 +393,11 @@ void strip(const Left<P>& a, Matrix b, int n, int first, int last, float* c, int
     for (int p = 0; p < a.words(); p += a.step, plus = true) {
         const int k = a.words(p), added = p + k == a.words() ? r : 0;
         for (int j = first; j < last && !as_is; j += NR)
-            P::right(n - j, a.depth(p), b.data + p * P::DEEP * b.row + j * b.column, b.column, b.row, packed + (int64_t)(j - first) * k);
+            P::right(n - j, a.depth(p), b.data + p * P::DEEP * b.row + j * b.column, b.column, b.row, packed + (int64_t)(j - first) * k * P::PARTS);
         for (int i = 0; i < a.panels; i++)
             for (int j = first; j < last; j += NR) {
-                const Panels main{k, a.at(i, p), as_is ? b.data + p * b.row + j : packed + (int64_t)(j - first) * k, as_is ? b.row : NR};
+                const float* right = as_is ? b.data + p * b.row + j : packed + (int64_t)(j - first) * k * P::PARTS;
+                const Panels main{k, a.at(i, p), right, as_is ? b.row : NR};
                 const Panels second{added, added ? update.low->at(i, 0) : nullptr, packed_v + (int64_t)(j - first) * r, NR};
                 const int high = a.high(i), there = std::min(NR, n - j);
                 float* to = c + (int64_t)i * a.rows * ldc + j;

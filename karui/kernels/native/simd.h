@@ -91,7 +91,10 @@ INLINE V bf16_pairs(V a, V b) {
         31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, apart));
 }
-INLINE V bf16_words(const float* p) { return (V)_mm512_cvtne2ps_pbh(load(p + 16), load(p)); }
+INLINE V bf16_words(V low, V high) { return (V)_mm512_cvtne2ps_pbh(high, low); }
+INLINE V beyond_bf16(V a) {  // what rounding a to bf16 drops
+    return sub(a, (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a)), 16));
+}
 INLINE V dot2(V a, V b, V sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }  // sum + a0 b0 + a1 b1
 #endif
 

@@ -272,18 +272,20 @@ void karui_attention_backward(const Attention* a) {
 int karui_best_bf16() { return sgemm::Amx::allowed() ? 2 : sgemm::Bf16::DEEP > 1; }
 
 // c [m, n] (+)= a b, rows of c `ldc` apart; a is [m, k] and b [k, n] with any strides, fast where one of them is 1. bf16: 0, or 1 to round
-// the operands to it, or 2 to do so and multiply in AMX tiles.
+// the operands to it, or 2 to do so and multiply in AMX tiles, or 3 for three products there of operands split in two.
 void karui_sgemm(const sgemm::Matrix* a, const sgemm::Matrix* b, float* c, int m, int n, int k, int64_t ldc, int plus, int bf16, int threads,
                  Gomp gomp) {
-    const auto f = bf16 == 2 ? sgemm::product<sgemm::Amx> : bf16 ? sgemm::product<sgemm::Bf16> : sgemm::product<sgemm::Fp32>;
-    f(gomp, threads, m, n, k, *a, *b, c, ldc, plus != 0);
+    using namespace sgemm;
+    constexpr decltype(&product<Fp32>) ways[] = {product<Fp32>, product<Bf16>, product<Amx>, product<Amx3>};
+    ways[bf16](gomp, threads, m, n, k, *a, *b, c, ldc, plus != 0);
 }
 
 // out [m, n] = x w + low v with low [m, r] = scaling x u; out and low are dense.
 void karui_low_rank(const sgemm::Matrix* x, const sgemm::Matrix* w, const sgemm::Matrix* u, const sgemm::Matrix* v, int m, int n, int k, int r,
                     float scaling, float* low, float* out, int bf16, int threads, Gomp gomp) {
-    const auto f = bf16 == 2 ? sgemm::low_rank<sgemm::Amx> : bf16 ? sgemm::low_rank<sgemm::Bf16> : sgemm::low_rank<sgemm::Fp32>;
-    f(gomp, threads, m, n, k, r, *x, *w, *u, *v, scaling, low, out);
+    using namespace sgemm;
+    constexpr decltype(&low_rank<Fp32>) ways[] = {low_rank<Fp32>, low_rank<Bf16>, low_rank<Amx>, low_rank<Amx3>};
+    ways[bf16](gomp, threads, m, n, k, r, *x, *w, *u, *v, scaling, low, out);
 }
 
 // out = weight * x * rstd over rows of width n (a multiple of W); rstd [rows] is kept for the backward pass.

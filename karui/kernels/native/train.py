@@ -11,7 +11,7 @@ import ctypes as C
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from karui.kernels.native.build import build, chosen_isa
 log = logging.getLogger(__name__)
 SOURCES = ("train.cpp", "sgemm.h", "parallel.h", "simd.h")
 SMALLEST = 1 << 13  # values of b below which a product is left to torch
+Operands = Literal["fp32", "bf16", "bf16x3"]
 LANES = {"avx512": 16, "avx2": 8, "generic": 8}
 
 
@@ -60,6 +61,10 @@ class Library:
             setattr(self, name, function)
         self.best_bf16: int = lib.karui_best_bf16()  # 0: no faster than fp32; 1: AVX512-BF16; 2: AMX
         assert lib.karui_train_sizes() == C.sizeof(_Attention), "Attention differs between C++ and Python"
+
+    def way(self, operands: Operands) -> int:
+        """The number by which train.cpp knows a product of such operands: the fastest here."""
+        return {"fp32": 0, "bf16": max(1, self.best_bf16), "bf16x3": 3 if self.best_bf16 == 2 else 0}[operands]
 
     def __getattr__(self, name: str) -> Any:  # only for type checkers: functions are set in __init__
         raise AttributeError(name)
@@ -116,27 +121,28 @@ def product_usable(a: torch.Tensor, b: torch.Tensor) -> bool:
     return plain and len(a) > 0 and k >= 16 and n >= 32 and k * n >= SMALLEST and _library() is not None
 
 
-def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plus: bool, bf16: bool = False) -> None:
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, plus: bool, operands: Operands = "fp32") -> None:
     """out (+)= a b; the rows of out are dense. Each value is the same however many rows or threads there are.
 
-    With bf16, a and b are rounded to it (to nearest even) and their products summed in fp32.
+    bf16: a and b are rounded to it (to nearest even) and their products summed in fp32. bf16x3: with AMX, what rounding dropped
+    is rounded to bf16 too, and multiplied with the other operand (an infinite value then gives NaN); fp32 elsewhere.
     """
     library = _loaded()
     library.sgemm(_matrix(a), _matrix(b), out.data_ptr(), *out.shape, a.shape[1], out.stride(0), int(plus),
-                  max(1, library.best_bf16) if bf16 else 0, _threads(), library.gomp)
+                  library.way(operands), _threads(), library.gomp)
 
 
 def low_rank(
-    x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scaling: float, bf16: bool = False
+    x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scaling: float, operands: Operands = "fp32"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x w + low v [m, n], low = scaling x u [m, r]) of x [m, k], w [k, n], u [k, r], v [r, n]; any strides.
 
-    With bf16, x, w and u are rounded to it; low v is computed and added in fp32.
+    x, w and u are rounded as `operands` says; low v is computed and added in fp32.
     """
     library = _loaded()
     out, low = x.new_empty(x.shape[0], w.shape[1]), x.new_empty(x.shape[0], u.shape[1])
     library.low_rank(_matrix(x), _matrix(w), _matrix(u), _matrix(v), *out.shape, x.shape[1], u.shape[1], scaling, low.data_ptr(),
-                     out.data_ptr(), max(1, library.best_bf16) if bf16 else 0, _threads(), library.gomp)
+                     out.data_ptr(), library.way(operands), _threads(), library.gomp)
     return out, low
 
 

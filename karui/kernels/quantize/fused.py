@@ -110,7 +110,7 @@ def exact_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if _serving(a) is None or not b.numel() or not train.has_bf16():
         return a @ b.t()
     out = torch.empty(a.shape[0], b.shape[0])
-    train.product(a, b.t(), out, plus=False, bf16=True)
+    train.product(a, b.t(), out, plus=False, operands="bf16")
     return out
 
 
