@@ -2,8 +2,7 @@
 
     emulate    any device: one GEMM of what the codes stand for, summed in fp32. The reference.
     scaled_mm  torch._scaled_mm on FP8 codes, one scale per tensor or row; the operands are zero-padded to 16.
-    triton     karui's own GEMMs on codes, `kernels.gemm_fp8` and `kernels.gemm_mx`; on a CPU in Triton's interpreter only. Not
-               yet what `auto` takes.
+    triton     karui's own GEMMs on codes, `kernels.gemm_fp8` and `kernels.gemm_mx`; on a CPU in Triton's interpreter only.
     te         TransformerEngine's modules, which replace the layer instead of its GEMMs: see `transformer_engine.py`.
 
 An explicit backend that cannot serve a layer is an error; `auto` names what it took and why.
@@ -55,18 +54,26 @@ def choose(precision: Precision, device: torch.device) -> Choice:
             "backend te replaces whole modules and is not a GEMM of this converter; use it in a recipe, or "
             "karui.lowprec.transformer_engine.TransformerEngineModel; or take backend emulate or scaled_mm."
         )
-    obstacle = _scaled_mm_obstacle(precision, device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    obstacle = _scaled_mm_obstacle(precision, device.type, capability)
     if wanted == "scaled_mm":
         if obstacle:
             raise UnsupportedError(f"backend scaled_mm: {obstacle}; use backend emulate (or auto, which falls back and says so).")
         return Choice("scaled_mm", "asked for")
-    if obstacle and device.type == "cuda" and not triton_obstacle(device, 89):
+    if capability is not None:
+        found = auto_on(precision, capability)
+        return Choice("emulate", obstacle) if found.backend == "triton" and triton_obstacle(device, 89) else found
+    return Choice("emulate", obstacle or "torch's FP8 GEMM on a CPU is slower than fp32")
+
+
+def auto_on(precision: Precision, capability: tuple[int, int]) -> Choice:
+    """What `auto` takes on an NVIDIA GPU of that compute capability where Triton is installed."""
+    obstacle = _scaled_mm_obstacle(precision, "cuda", capability)
+    if not obstacle:
+        return Choice("scaled_mm", "FP8 tensor cores")
+    if capability >= (8, 9):
         return Choice("triton", f"karui's kernels: {obstacle}")
-    if obstacle:
-        return Choice("emulate", obstacle)
-    if device.type == "cpu":
-        return Choice("emulate", "torch's FP8 GEMM on a CPU is slower than fp32")
-    return Choice("scaled_mm", "FP8 tensor cores")
+    return Choice("emulate", obstacle)
 
 
 def multiply(a: Coded, b: Coded, backend: str, dtype: torch.dtype) -> torch.Tensor:
@@ -123,15 +130,14 @@ def _pad(codes: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     return torch.nn.functional.pad(codes.view(torch.uint8), (0, cols, 0, rows)).view(codes.dtype)
 
 
-def _scaled_mm_obstacle(precision: Precision, device: torch.device) -> str:
+def _scaled_mm_obstacle(precision: Precision, kind: str, capability: tuple[int, int] | None) -> str:
     formats = precision._formats() - {"high"}
     for form in sorted(formats):
         if form not in ("fp8-delayed", "fp8-current", "fp8-rowwise"):
             return f"no scaled_mm path for {form} here"
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+    if capability is not None:
         if capability < (8, 9):
             return f"FP8 tensor cores begin with sm_89, this GPU is sm_{capability[0]}{capability[1]}"
-    elif device.type not in ("cpu", "meta"):
-        return f"no FP8 GEMM on {device.type}"
+    elif kind not in ("cpu", "meta"):
+        return f"no FP8 GEMM on {kind}"
     return ""

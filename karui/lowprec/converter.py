@@ -65,12 +65,19 @@ class LowPrecision:
         """Replace linears of `model` in place as the policy says; parameters stay the same objects. Returns `model`.
 
         Raises:
-            KaruiError: prepared already, or nothing to replace. UnsupportedError: a backend that cannot serve.
+            KaruiError: prepared already, nothing to replace, a layer that is no plain linear or whose weight is not finite
+                (nothing is replaced then). UnsupportedError: a backend that cannot serve.
         """
         if hasattr(model, STATE_NAME):
             raise KaruiError("the model is in low precision already; call convert() before preparing it again.")
         reasons = decide(model, self.precision)
         names = [n for n, reason in reasons.items() if not reason]
+        for name in names:
+            linear = model.get_submodule(name)
+            if type(linear) is not nn.Linear:
+                raise KaruiError(f"{name} is a {type(linear).__name__}, not a plain linear layer; name it in policy.skip.")
+            if not torch.isfinite(linear.weight).all():  # codes saturate, so that nothing would show it later
+                raise KaruiError(f"{name}.weight holds NaN or infinite values; mend it before training in low precision.")
         device = next(iter(model.parameters())).device
         state = LowPrecisionState(self.precision, names, device)
         formats = self.precision.at(0)
@@ -83,8 +90,6 @@ class LowPrecision:
                 continue
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
-            if type(linear) is not nn.Linear:
-                raise KaruiError(f"{name} is a {type(linear).__name__}, not a plain linear layer; name it in policy.skip.")
             frozen = not linear.weight.requires_grad
             padded = padding(linear, self.precision)
             family = readers(name, set(names))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from karui.configs.errors import KaruiError, nearest
+from karui.lowprec.backends import auto_on
 from karui.lowprec.policy import decide, padding
 from karui.lowprec.precision import GEMMS, Gemm, GemmFormat, Precision
 from karui.lowprec.sharing import readers
@@ -74,6 +75,7 @@ class LayerPlan:
     Attributes:
         formats: the recipe's, or "high".
         hardware: what multiplies: "fp8 tensor cores", "fp4 tensor cores", or "emulated in bf16" where the GPU lacks the format.
+        backend: who asks it to: the recipe's, for `auto` what that would take there; "torch" for layers that stay high.
         speed_up: of the three GEMMs against bf16; 1 for layers that stay high.
         saved_bytes: activations kept for the backward pass in 16 bit minus those kept as codes; layers that read one input keep
             one copy of it between them either way, and each has its share here.
@@ -83,6 +85,7 @@ class LayerPlan:
     name: str
     formats: str
     hardware: str
+    backend: str
     reason: str
     padding: str
     speed_up: float
@@ -111,6 +114,7 @@ def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -
         raise KaruiError(f"a plan needs tokens per micro-batch, got {tokens}.")
     formats = precision.at(0)
     out = []
+    backend = auto_on(precision, divmod(card.sm, 10)).backend if precision.backend == "auto" else precision.backend
     reasons = decide(model, precision)
     low_names = {n for n, reason in reasons.items() if not reason}
     for name, reason in reasons.items():
@@ -120,8 +124,8 @@ def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -
         gemms: tuple[Gemm, ...] = GEMMS if linear.weight.requires_grad else ("fprop", "dgrad")
         high = sum(_seconds(card, "high", shape) for _ in gemms)
         if reason:
-            out.append(LayerPlan(name=name, formats="high", hardware="bf16 tensor cores", reason=reason, padding="", speed_up=1.0,
-                                 saved_bytes=0, seconds=high, high_seconds=high))  # fmt: skip
+            out.append(LayerPlan(name=name, formats="high", hardware="bf16 tensor cores", backend="torch", reason=reason,
+                                 padding="", speed_up=1.0, saved_bytes=0, seconds=high, high_seconds=high))  # fmt: skip
             continue
         low = sum(_seconds(card, formats[g], shape) for g in gemms)
         lacking = sorted({formats[g] for g in gemms if formats[g] != "high" and not _peak(card, formats[g])})
@@ -133,6 +137,7 @@ def plan_layers(model: nn.Module, precision: Precision, gpu: str, tokens: int) -
                 name=name,
                 formats=formats["fprop"] if len(set(formats.values())) == 1 else "/".join(formats[g] for g in GEMMS),
                 hardware="emulated in bf16" if lacking else f"fp{8 * max(width, default=2):.0f} tensor cores",
+                backend=backend,
                 reason=f"{card.name} has no {', '.join(lacking)}" if lacking else f"sm_{card.sm}",
                 padding=padding(linear, precision),
                 speed_up=high / low,

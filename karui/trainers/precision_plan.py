@@ -99,15 +99,15 @@ def rows(plan: PrecisionPlan) -> list[list[str]]:
     """The plan as a table: layers that share everything but their block counted together."""
     groups: dict[tuple[str, ...], list[LayerPlan]] = {}
     for x in plan.layers:
-        groups.setdefault((x.name.rpartition(".")[2], x.formats, x.hardware, x.padding or "-", x.reason), []).append(x)
+        groups.setdefault((x.name.rpartition(".")[2], x.formats, x.hardware, x.backend, x.padding or "-", x.reason), []).append(x)
     return [
-        [str(len(layers)), *key[:2], key[2].removesuffix(" tensor cores"), key[3], f"{layers[0].speed_up:.2f}",
-         _gb(sum(x.saved_bytes for x in layers)), key[4]]
+        [str(len(layers)), *key[:2], key[2].removesuffix(" tensor cores"), *key[3:5], f"{layers[0].speed_up:.2f}",
+         _gb(sum(x.saved_bytes for x in layers)), key[5]]
         for key, layers in groups.items()
     ]  # fmt: skip
 
 
-COLUMNS = ("layers", "name", "format", "multiplies", "padding", "speed-up", "saved", "reason")
+COLUMNS = ("layers", "name", "format", "multiplies", "backend", "padding", "speed-up", "saved", "reason")
 
 
 def lines(plan: PrecisionPlan) -> list[str]:

@@ -40,6 +40,15 @@ def test_a_format_the_gpu_lacks_is_said_and_is_never_faster(gpu, recipe):
         assert 1.2 < row.speed_up < limit
 
 
+def test_the_backend_is_what_auto_takes_there():
+    """scaled_mm for scales per tensor and row, karui's kernels for the others, emulation where FP8 is not in hardware."""
+    taken = {gpu: {recipe: one(recipe, gpu).backend for recipe in RECIPES} for gpu in ("A100", "H100", "RTX 5090")}
+    per_tensor = dict.fromkeys(("fp8-delayed", "fp8-current", "fp8-rowwise"), "scaled_mm")
+    assert set(taken["A100"].values()) == {"emulate"}
+    assert taken["H100"] == taken["RTX 5090"] == per_tensor | {r: "triton" for r in RECIPES if r not in per_tensor}
+    assert one({"recipe": "fp8-current", "backend": "te"}, "H100").backend == "te"
+
+
 def test_small_layers_gain_less_and_tiny_ones_lose():
     sizes = [one("fp8-current", "H200", n, n, 4096).speed_up for n in (256, 1024, 4096, 16384)]
     assert sizes == sorted(sizes) and sizes[0] < 1 < sizes[-1] < 2
@@ -67,7 +76,7 @@ def test_layers_that_stay_high_are_in_the_plan():
     assert (
         rows["out"].formats == "high" and rows["out"].speed_up == 1 and rows["layers.0.up"].reason == "one of the first 1 blocks"
     )
-    assert rows["layers.1.up"].hardware == "fp4 tensor cores"
+    assert rows["layers.1.up"].hardware == "fp4 tensor cores" and rows["out"].backend == "torch"
 
 
 def test_names_of_gpus():

@@ -150,8 +150,22 @@ def test_a_subclass_of_linear_is_not_replaced_silently():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    with pytest.raises(KaruiError, match="0 is a Own, not a plain linear"):
-        LowPrecision("mxfp8").prepare(nn.Sequential(Own(32, 32)))
+    model = nn.Sequential(nn.Linear(32, 32), Own(32, 32))
+    with pytest.raises(KaruiError, match="1 is a Own, not a plain linear"):
+        LowPrecision("mxfp8").prepare(model)
+    assert type(model[0]) is nn.Linear  # nothing was replaced
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_named_and_nothing_is_replaced(value, frozen):
+    """Its codes would saturate, and a frozen one would never be looked at again."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(not frozen)
+    with torch.no_grad():
+        model[1].weight[3, 4] = value
+    with pytest.raises(KaruiError, match="1.weight holds NaN or infinite values"):
+        LowPrecision("fp8-current").prepare(model)
+    assert all(type(m) is nn.Linear for m in model)
 
 
 def test_prepare_and_convert_keep_the_same_parameters(tiny):
