@@ -3,8 +3,9 @@
     python benchmarks/distill.py [--quick] [--json OUT] [--plot OUT.png] [--only student,on-policy,rollouts,draft] [--bundle DRAFTED]
 
 student   SmolLM2-135M with 15 of its 30 layers (`--choice`), healed on `--steps` steps of 4 x 128 tokens of wikitext2_valid.txt; figure: mean
-          loss of the labels on the first `--words` words of wikitext2_test.txt. Products in bf16. Same steps, order of data and learning rate
-          for labels alone, KLD alone, label + KLD (0.5 + 1), label + KLD + hidden states at the kept layers (1 + 1 + 10 (1 - cos)), and KLD
+          loss of the labels on the first `--words` words of wikitext2_test.txt. Products in bf16. The teacher is SmolLM2-135M itself after
+          as many steps on the same text ("teacher correction", Minitron: what it says of text of another kind than its own teaches the
+          student less than the text does); `--as-it-is` leaves that out. Same steps, order of data and learning rate for labels alone, KLD alone, label + KLD (0.5 + 1), label + KLD + hidden states at the kept layers (1 + 1 + 10 (1 - cos)), and KLD
           from 50 tokens and a tail (cached); `--seeds` orders of the data. A difference counts when it is larger than twice the standard
           error of the paired differences over seeds.
 on-policy the same student on `--steps` steps of 4 GSM8K answers: KLD on the data's answers; the same for half of the steps, then reverse KLD on
@@ -14,8 +15,8 @@ rollouts  tokens/s of the student's own text, sampled at temperature 1, top_p 1:
           weights pushed before every batch and `--steps-at-once` steps written together, against the call in TRL's GKDTrainer on one
           step's padded batch (KARUI_PEERS), with its defaults and with gradient checkpointing off, without which it keeps no KV
           cache; median of `--rounds`.
-draft     tokens/s, tokens per verification and per step, and identity of the text with the EAGLE-3 draft in `--bundle` (a bundle made by
-          `karui train draft-eagle3`), against plain decoding of the same bundle, in turn, greedy, GSM8K test questions.
+draft     tokens/s, tokens per verification and per step, and identity of the text with each draft in `--bundle` (a bundle made by
+          `karui train draft-eagle3` or `draft-medusa`), against plain decoding of the same bundle, in turn, greedy, GSM8K test questions.
 """
 
 from __future__ import annotations
@@ -57,14 +58,17 @@ def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
         if not (work / f"{name}.txt").is_file() or (work / f"{name}.txt").read_text(encoding="utf-8") != text:
             (work / f"{name}.txt").write_text(text, encoding="utf-8")
     data = {"train": str(work / "train.txt"), "eval": str(work / "eval.txt"), "format": "text", "max_length": 128}
+    teacher = {} if a.as_it_is else {"teacher": str(work / "teacher" / "final")}
+    figures = [] if a.as_it_is else [_corrected(a, work / "teacher", data)]
     runs: dict[str, list[dict[str, Any]]] = {}
     for seed in range(a.seeds):
         for name in [n for n in CONDITIONS if not a.conditions or n in a.conditions]:
-            runs.setdefault(name, []).append(_healed(a, work, name, seed, CONDITIONS[name], data, a.steps))
+            objective = CONDITIONS[name] | (teacher if CONDITIONS[name]["kind"] == "distil" else {})
+            runs.setdefault(name, []).append(_healed(a, work, name, seed, objective, data, a.steps))
     losses = {name: [r["eval_loss"] for r in done] for name, done in runs.items()}
     curves = {name: done[0]["curve"] for name, done in runs.items()}
     before = next(iter(runs.values()))[0]["before"]
-    figures = [Figure(name="held-out loss, pruned and not healed", ours=before, unit="nats")]
+    figures.append(Figure(name="held-out loss, pruned and not healed", ours=before, unit="nats"))
     for name, values in losses.items():
         spread = f"seeds: {', '.join(f'{v:.4f}' for v in values)}"
         figures.append(Figure(name=f"held-out loss, {name}", ours=statistics.fmean(values), unit="nats", better="lower", note=spread))
@@ -72,6 +76,23 @@ def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
         if one in losses and other in losses:
             figures.append(_gap(f"{one} minus {other}", losses[one], losses[other], goal=0.0 if other == "labels" else None))
     return figures, {"losses": losses, "curves": curves}
+
+
+def _corrected(a: Any, folder: Path, data: dict[str, Any]) -> Figure:
+    """Fine-tune the teacher on the students' text, in `folder`/final, unless it is there."""
+    from karui.configs.recipe import Recipe
+    from karui.trainers.run import run_recipe
+
+    recipe = Recipe.build({
+        "name": "teacher", "model": "smollm2-135m", "data": data, "prepare": [],
+        "optim": {"lr": 1e-4, "batch": 4, "steps": a.steps, "micro_tokens": 512, "warmup": 0.1},
+        "run": {"output": str(folder), "seed": a.seeds, "threads": a.threads, "matmul": a.matmul}, "track": {"to": "none"}})
+    known = folder / "loss.json"
+    if not known.is_file():
+        metrics = run_recipe(recipe).metrics
+        known.write_text(json.dumps([metrics["eval_loss_before"], metrics["eval_loss"]]))
+    before, after = json.loads(known.read_text())
+    return Figure(name="held-out loss, teacher", ours=after, unit="nats", better="lower", note=f"{before:.4f} before it read the students' text")
 
 
 def _gap(name: str, these: list[float], those: list[float], goal: float | None) -> Figure:
@@ -225,38 +246,52 @@ def _trl(a: Any, folder: Path, questions: list[str], cache: bool) -> float | Non
         return statistics.median(json.loads(out.read_text())["tokens_per_s"])
 
 
+TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa"}
+
+
 def draft(a: Any) -> list[Figure]:
-    """Plain and drafted decoding of the same bundle, in turn."""
+    """Plain decoding and each of the bundle's drafts, in turn."""
     from karui.inference.engine import Engine
     from karui.inference.requests import Request, SamplingParams
     from karui.inference.speculative.config import SpeculationConfig
+    from karui.inference.speculative.factory import FILES
 
-    if a.bundle is None:
-        return [Figure(name="EAGLE-3 against plain decoding", ours=None, unit="tokens/s", note="no --bundle: karui train draft-eagle3 makes one")]
-    config = SpeculationConfig(method="eagle3", k=a.depth, width=a.width, nodes=a.nodes, least=a.least, adaptive=False)
-    plain = Engine.load(a.bundle, max_context=512, max_sequences=1)
-    drafted = Engine.load(a.bundle, max_context=512, max_sequences=1, speculation=config)
+    methods = [m for m in TITLES if a.bundle is not None and (a.bundle / FILES[m]).is_file() and a.method in (None, m)]
+    if not methods:
+        which = TITLES.get(a.method, "a draft")
+        return [Figure(name=f"{which} against plain decoding", ours=None, unit="tokens/s",
+                       note=f"no --bundle with {which}: karui train draft-{a.method or 'eagle3'} makes one")]
+    configs = {"eagle3": SpeculationConfig(method="eagle3", k=a.depth, width=a.width, nodes=a.nodes or 3, least=a.least, adaptive=False),
+               "medusa": SpeculationConfig(method="medusa", k=a.nodes or 3, adaptive=False)}
+    engines = {"plain": Engine.load(a.bundle, max_context=512, max_sequences=1)}
+    engines |= {m: Engine.load(a.bundle, max_context=512, max_sequences=1, speculation=configs[m]) for m in methods}
     questions = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[: a.questions]]
-    seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
-    tokens, same = 0, True
+    seconds: dict[str, float] = dict.fromkeys(engines, 0.0)
+    tokens, same = 0, dict.fromkeys(methods, True)
     for question in questions:
         texts = {}
-        for name, engine in (("plain", plain), ("drafted", drafted)):
+        for name, engine in engines.items():
             ids = engine.encode_chat([{"role": "user", "content": question}])
             begin = time.perf_counter()
             out = engine.generate([Request(prompt=ids, params=SamplingParams(max_tokens=a.new_tokens))])[0]
-            seconds[name].append(time.perf_counter() - begin - (out.ttft_s or 0.0))
+            seconds[name] += time.perf_counter() - begin - (out.ttft_s or 0.0)
             texts[name] = out.token_ids
-        same &= texts["plain"] == texts["drafted"]
+        same = {m: same[m] and texts[m] == texts["plain"] for m in methods}
         tokens += len(texts["plain"]) - 1
-    statistics_ = drafted.speculation.statistics  # type: ignore[union-attr]
-    rate = {name: tokens / sum(values) for name, values in seconds.items()}
-    steps = drafted.stats.num_steps - len(questions)  # a prompt is one step
-    note = f"depth {a.depth}, width {a.width}, {a.nodes} nodes; greedy text {'identical' if same else 'DIFFERENT'} on {len(questions)} questions; by depth {statistics_.by_depth} of {statistics_.drafts}"
-    return [Figure(name="EAGLE-3 tokens per verification", ours=statistics_.tokens_per_step, goal=2.0, unit="tokens", note=note),
-            Figure(name="EAGLE-3 tokens per step, plain ones too", ours=tokens / steps, unit="tokens"),
-            Figure(name="EAGLE-3 decode", ours=rate["drafted"], peer=rate["plain"], peer_name="plain decode, same bundle", goal=1.3, unit="tokens/s"),
-            Figure(name="EAGLE-3 greedy text identical", ours=float(same), goal=1.0, unit="1 = yes")]
+    figures = []
+    for m in methods:
+        found, title = engines[m].speculation.statistics, TITLES[m]  # type: ignore[union-attr]
+        steps = engines[m].stats.num_steps - len(questions)  # a prompt is one step
+        shape = f"depth {a.depth}, width {a.width}, {configs[m].nodes} nodes" if m == "eagle3" else f"{configs[m].k} nodes"
+        note = f"{shape}; greedy text {'identical' if same[m] else 'DIFFERENT'} on {len(questions)} questions; by depth {found.by_depth} of {found.drafts}"
+        asked = m == "eagle3"
+        figures += [
+            Figure(name=f"{title} tokens per verification", ours=found.tokens_per_step, goal=2.0 if asked else None, unit="tokens", note=note),
+            Figure(name=f"{title} tokens per step, plain ones too", ours=tokens / steps, unit="tokens"),
+            Figure(name=f"{title} decode", ours=tokens / seconds[m], peer=tokens / seconds["plain"], peer_name="plain decode, same bundle",
+                   goal=1.3 if asked else None, unit="tokens/s"),
+            Figure(name=f"{title} greedy text identical", ours=float(same[m]), goal=1.0, unit="1 = yes")]
+    return figures
 
 
 def plot(curves: dict[str, list[tuple[int, float]]], losses: dict[str, list[float]], out: Path) -> None:
@@ -287,7 +322,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--words", type=int, default=4600, help="of held-out text")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--matmul", default="bf16", choices=("fp32", "bf16-backward", "bf16"), help="`run.matmul`, of student and teacher")
+    parser.add_argument("--matmul", default="bf16", choices=("fp32", "bf16x3", "bf16-backward", "bf16"), help="`run.matmul`, of student and teacher")
+    parser.add_argument("--as-it-is", action="store_true", help="the teacher has not read the students' text")
     parser.add_argument("--conditions", type=lambda s: s.split(";"), help="only these, ;-separated")
     parser.add_argument("--choice", default="influence", help="which layers the student keeps, as prune-layers spells it")
     parser.add_argument("--work", type=Path, help="folder for finished runs; what is in it is not repeated")
@@ -296,12 +332,13 @@ def main() -> None:
     parser.add_argument("--steps-at-once", type=int, default=4, help="steps the engine writes for at once (objective.staleness + 1)")
     parser.add_argument("--engines", default="none,w8,w4g32", help="grids of the sampler")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--bundle", type=Path, help="a bundle with an EAGLE-3 draft")
+    parser.add_argument("--bundle", type=Path, help="a bundle with an EAGLE-3 draft or Medusa heads")
+    parser.add_argument("--method", choices=tuple(TITLES), help="only this one of the bundle's drafts")
     parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--width", type=int, default=2)
     parser.add_argument("--least", type=float, help="accepted tokens that a draft must promise; default: the engine's")
-    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--nodes", type=int, help="drafted tokens that are verified; default 3")
     a = parser.parse_args()
     logging.disable(logging.INFO)
     if a.quick:
