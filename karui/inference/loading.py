@@ -21,7 +21,7 @@ from karui.inference.models.weights import nbytes
 from karui.inference.speculate import Speculation
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.draft_model import RunnerDrafter, check_vocabulary
-from karui.inference.speculative.factory import Speculator
+from karui.inference.speculative.factory import Speculator, check_draft
 from karui.kernels.qtensor import QTensor
 from karui.kernels.triton_support.driver import no_gpu
 
@@ -196,4 +196,6 @@ def _speculation(spec: SpeculationConfig, opened: Opened, config: ModelConfig, r
         def embed(tokens: torch.Tensor) -> torch.Tensor:
             return table[tokens.long()]
     heads = opened.path if spec.method in ("medusa", "eagle3") else None
+    if heads is not None and not spec.any_target:
+        check_draft(heads, spec.method, opened, tokenizer)
     return Speculation(spec, Speculator(spec, config, heads=heads, embed=embed, embedding=embedding, drafter=drafter).new)

@@ -1,13 +1,19 @@
 """End to end: the shipped distillation recipes on a tiny model, up to their bundles."""
 
 import json
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from karui.configs.errors import KaruiError
+from karui.inference.bundle import export_model, open_model
 from karui.inference.engine import Engine
+from karui.inference.loading import load_tokenizer
 from karui.inference.requests import SamplingParams
 from karui.inference.speculative.config import SpeculationConfig
+from karui.inference.speculative.factory import copy_draft, draft_target
+from karui.inference.speculative.target import TargetIdentity
 from karui.trainers.loop import read_log
 from karui.trainers.objectives.drafts import pack_drafts
 
@@ -19,6 +25,12 @@ def test_distil_logits(run_shipped):
     rows = [r for r in read_log(recipe.output) if "loss" in r]
     assert rows[-1]["loss_logits"] < rows[0]["loss_logits"] and rows[0]["loss_label"] > 0
     assert len(Engine.load(bundle, max_context=64).generate(["what is 3 plus 9"])[0].token_ids) > 0
+    # the student drafts for the model it learned from
+    asked = ["what is 3 plus 9"], SamplingParams(max_tokens=24, ignore_eos=True)
+    config = SpeculationConfig(method="draft", path=str(bundle), k=3, adaptive=False)
+    drafting = Engine.load(recipe.model.name, max_context=96, speculation=config)
+    assert drafting.generate(*asked)[0].token_ids == Engine.load(recipe.model.name, max_context=96).generate(*asked)[0].token_ids
+    assert drafting.stats.num_drafted_tokens > drafting.stats.num_accepted_tokens > 0
 
 
 def test_distil_on_policy(run_shipped):
@@ -56,3 +68,36 @@ def test_a_draft_for_another_target_is_refused(run_shipped, tmp_path):
                                  num_key_value_heads=1)).save_pretrained(other)
     with pytest.raises(KaruiError, match="a draft for another model"):
         pack_drafts(recipe.output / "final", other)
+
+
+@pytest.mark.parametrize(("name", "file"), [("draft-eagle3", "eagle3"), ("draft-medusa", "medusa")])
+def test_a_draft_is_marked_and_packed_for_its_model_alone(name, file, run_shipped, tiny_folder, tmp_path, caplog):
+    recipe, result = run_shipped(name, *(SMALL if file == "eagle3" else []), "optim.steps=1")
+    final, (bundle,) = recipe.output / "final", result.bundles
+    for folder in (final, bundle):  # both serve it
+        assert draft_target(folder, file) == TargetIdentity.of(open_model(folder), load_tokenizer(folder))
+        Engine.load(folder, max_context=64, speculation=f"{file}:3")
+    assert draft_target(final, file) != draft_target(bundle, file) and "does not say" not in caplog.text
+
+    tuned = tmp_path / "tuned"
+    shutil.copytree(tiny_folder, tuned)
+    weights = load_file(tuned / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] += 0.01
+    save_file(weights, tuned / "model.safetensors", metadata={"format": "pt"})
+    other = export_model(tuned, "w4g32", tmp_path / "tuned-w4g32").path
+    with pytest.raises(KaruiError, match="the shapes are the same, the weights are not"):
+        pack_drafts(final, other)
+    assert not (other / f"{file}.safetensors").exists()
+    assert pack_drafts(final, other, any_target=True) == [f"{file}.safetensors"]
+    Engine.load(other, max_context=64, speculation=f"{file}:3")
+    # from bundle to bundle of the same codes
+    twin = tmp_path / "twin"
+    shutil.copytree(bundle, twin)
+    (twin / f"{file}.safetensors").unlink()
+    assert pack_drafts(bundle, twin) == [f"{file}.safetensors"]
+    # of a run from before the mark
+    older = tmp_path / "older"
+    older.mkdir()
+    copy_draft(file, final, older, None)
+    assert pack_drafts(older, twin) == [f"{file}.safetensors"] and draft_target(twin, file) is None
+    assert "does not say which model it was trained for" in caplog.text

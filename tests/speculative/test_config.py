@@ -14,7 +14,7 @@ from karui.inference.speculative.config import SpeculationConfig
 @pytest.mark.parametrize(("text", "printed"), [
     ("none", "none"), ("ngram", "ngram:5"), ("ngram:8", "ngram:8"), ("draft:some/path", "draft:some/path:4"),
     ("draft:C:x:3", "draft:C:x:3"), ("lookahead", "lookahead:5,7,7"), ("lookahead:4,3,2", "lookahead:4,3,2"),
-    ("medusa", "medusa:24"), ("eagle3:6", "eagle3:6")])
+    ("medusa", "medusa:24"), ("eagle3:6", "eagle3:6"), ("eagle3:6,any-target", "eagle3:6,any-target")])
 def test_spellings_round_trip(text: str, printed: str) -> None:
     config = SpeculationConfig.parse(text)
     assert str(config) == printed and SpeculationConfig.parse(printed) == config
@@ -23,7 +23,8 @@ def test_spellings_round_trip(text: str, printed: str) -> None:
 @pytest.mark.parametrize(("text", "message"), [
     ("ngarm:5", "Did you mean 'ngram'"), ("ngram:0", "1 to 63"), ("ngram:x", "cannot read 'x'"), ("ngram:64", "1 to 63"),
     ("draft", "needs a model"),
-    ("draft:", "needs a model"), ("lookahead:5", "N,W,G"), ("none:3", "cannot read"), ("", "unknown method")])
+    ("draft:", "needs a model"), ("lookahead:5", "N,W,G"), ("none:3", "cannot read"), ("", "unknown method"),
+    ("ngram:5,any-target", "cannot read"), ("eagle3:x,any-target", "cannot read")])
 def test_nonsense_is_refused(text: str, message: str) -> None:
     with pytest.raises(KaruiError, match=message):
         SpeculationConfig.parse(text)
@@ -32,6 +33,8 @@ def test_nonsense_is_refused(text: str, message: str) -> None:
 def test_fields_that_do_not_belong_are_refused() -> None:
     with pytest.raises(KaruiError, match="typical"):
         SpeculationConfig(method="ngram", typical=True)
+    with pytest.raises(KaruiError, match="any_target goes with medusa or eagle3"):
+        SpeculationConfig(method="ngram", any_target=True)
     with pytest.raises(KaruiError, match="path"):
         SpeculationConfig(method="ngram", path="x")
 

@@ -18,8 +18,9 @@ from karui.inference.speculative.draft_model import DraftModelProposer, check_vo
 from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer, default_aux_layers
 from karui.inference.speculative.factory import Speculator, load_eagle3, load_medusa, save_eagle3, save_medusa
 from karui.inference.speculative.lookahead import LookaheadProposer, NgramPool
-from karui.inference.speculative.medusa import MedusaHeads, MedusaProposer
+from karui.inference.speculative.medusa import DEFAULT_CHOICES, MedusaHeads, MedusaProposer, likeliest
 from karui.inference.speculative.ngram import NgramProposer
+from karui.inference.speculative.tree import tree_of_choices
 from tests.speculative.simulate import Markov, decode, plain
 
 VOCAB, HIDDEN = 12, 16
@@ -282,6 +283,14 @@ def test_an_untrained_medusa_block_is_the_identity() -> None:
             head[0].linear.bias.zero_()     # type: ignore[index,union-attr]
     hidden = torch.randn(3, HIDDEN)
     assert torch.allclose(heads(hidden)[1], hidden @ heads.heads[1][1].weight.T, atol=1e-6)     # type: ignore[index,union-attr]
+
+
+def test_a_small_medusa_tree_goes_deep_before_it_goes_wide() -> None:
+    assert likeliest(DEFAULT_CHOICES, 4) == ((0,), (0, 0), (1,), (0, 0, 0))
+    for count in range(1, len(DEFAULT_CHOICES) + 1):
+        parents, nodes = tree_of_choices(likeliest(DEFAULT_CHOICES, count))     # raises where a parent is missing
+        assert len(parents) == len(nodes) == count
+    assert set(likeliest(DEFAULT_CHOICES, 99)) == set(DEFAULT_CHOICES)
 
 
 def test_factory_makes_each_and_refuses_what_does_not_fit(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def export_model(
         recipe=recipe,
         provenance={
             "source_model": source.name,
-            "base_sha256": _base_sha256(source),
+            "base_sha256": base_sha256(source),
             "adapter": Path(adapter).name if adapter is not None else "",
             **(provenance or {}),
         },
@@ -247,7 +247,7 @@ def _check_adapter(adapter: Adapter, model: ModelFolder) -> None:
         )
 
 
-def _base_sha256(folder: Path) -> str:
-    """sha256 of the weight file; of several: sha256 over their digests in name order."""
+def base_sha256(folder: Path) -> str:
+    """`Provenance.base_sha256` of a model folder: sha256 of its weight file; of several: over their digests in name order."""
     digests = [sha256_file(path) for path in weight_files(folder)]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

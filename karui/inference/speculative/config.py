@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from karui.configs.errors import KaruiError, nearest
 
 METHODS = ("none", "ngram", "draft", "lookahead", "medusa", "eagle3")
-SPELLINGS = "none, ngram[:K], draft:PATH[:K], lookahead[:N,W,G], medusa[:NODES], eagle3[:DEPTH]"
+SPELLINGS = "none, ngram[:K], draft:PATH[:K], lookahead[:N,W,G], medusa[:NODES[,any-target]], eagle3[:DEPTH[,any-target]]"
+ANY_TARGET = ",any-target"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class SpeculationConfig:
         adaptive: switch off while it does not pay, and where the runner decodes several rounds at once verify only as much of a
             draft as is worth it (timings decide; the tokens are the same either way).
         typical: accept by Medusa's typical acceptance. LOSSY: the output is no longer the target's.
+        any_target: use medusa or eagle3 heads that were made for another model of the same shape, such as the one that this was
+            fine-tuned from. The output stays the target's; how much is accepted depends on how near the two are.
     """
 
     method: str = "none"
@@ -40,6 +43,7 @@ class SpeculationConfig:
     least: float | None = None
     adaptive: bool = True
     typical: bool = False
+    any_target: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -52,6 +56,8 @@ class SpeculationConfig:
             raise KaruiError(f"speculation: width and nodes must be at least 1, got {self.width} and {self.nodes}.")
         if self.typical and self.method not in ("medusa", "eagle3"):
             raise KaruiError(f"speculation: typical acceptance goes with medusa or eagle3, not with {self.method}.")
+        if self.any_target and self.method not in ("medusa", "eagle3"):
+            raise KaruiError(f"speculation: any_target goes with medusa or eagle3, not with {self.method}.")
 
     @staticmethod
     def parse(text: str) -> SpeculationConfig:
@@ -70,13 +76,17 @@ class SpeculationConfig:
                 raise KaruiError(f"speculation {text!r}: lookahead takes N,W,G as in lookahead:5,7,7.")
             return SpeculationConfig(method=method, lookahead=(int(parts[0]), int(parts[1]), int(parts[2])))
         default = {"medusa": 24}.get(method, 5)
-        if rest and (not rest.isdigit() or method in ("none", "lookahead")):
+        any_target = method in ("medusa", "eagle3") and rest.endswith(ANY_TARGET)
+        number = rest.removesuffix(ANY_TARGET) if any_target else rest
+        if rest and (not number.isdigit() or method in ("none", "lookahead")):
             raise KaruiError(f"speculation {text!r}: cannot read {rest!r}; valid: {SPELLINGS}.")
-        return SpeculationConfig(method=method, k=int(rest) if rest else default)
+        return SpeculationConfig(method=method, k=int(number) if number else default, any_target=any_target)
 
     def __str__(self) -> str:
         if self.method == "draft":
             return f"draft:{self.path}:{self.k}"
         if self.method == "lookahead":
             return "lookahead:{},{},{}".format(*self.lookahead)
-        return "none" if self.method == "none" else f"{self.method}:{self.k}"
+        if self.method == "none":
+            return "none"
+        return f"{self.method}:{self.k}{ANY_TARGET if self.any_target else ''}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,16 +12,20 @@ from typing import Any
 import torch
 
 from karui.configs.errors import CorruptError, KaruiError
+from karui.inference.bundle.reader import Opened
 from karui.inference.models.config import ModelConfig
 from karui.inference.speculative.base import Proposer
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.draft_model import Drafter, DraftModelProposer
 from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer, NativeEagle3Proposer, pack_layer
 from karui.inference.speculative.lookahead import LookaheadProposer
-from karui.inference.speculative.medusa import DEFAULT_CHOICES, MedusaHeads, MedusaProposer
+from karui.inference.speculative.medusa import DEFAULT_CHOICES, MedusaHeads, MedusaProposer, likeliest
 from karui.inference.speculative.ngram import NgramProposer
+from karui.inference.speculative.target import TargetIdentity
 
+logger = logging.getLogger(__name__)
 MEDUSA_FILE, EAGLE3_FILE = "medusa.safetensors", "eagle3.safetensors"
+FILES = {"medusa": MEDUSA_FILE, "eagle3": EAGLE3_FILE}
 
 
 class Speculator:
@@ -79,7 +84,8 @@ class Speculator:
             return DraftModelProposer(self.drafter, c.k, self.model.vocab_size)
         if c.method == "medusa":
             assert self.medusa is not None
-            return MedusaProposer(self.medusa, self.choices[:c.k])
+            heads = len(self.medusa.heads)
+            return MedusaProposer(self.medusa, likeliest([choice for choice in self.choices if len(choice) <= heads], c.k))
         if c.method == "eagle3":
             assert self.eagle3 is not None
             if self.embedding is not None:
@@ -96,9 +102,10 @@ def _folder(heads: object, method: str) -> Path:
     return heads
 
 
-def save_medusa(heads: MedusaHeads, folder: Path, choices: tuple[tuple[int, ...], ...] = DEFAULT_CHOICES) -> None:
-    """Write `medusa.safetensors`, topology in its metadata; atomically."""
-    _save(folder / MEDUSA_FILE, heads.tensors(), {"choices": json.dumps(choices)})
+def save_medusa(heads: MedusaHeads, folder: Path, choices: tuple[tuple[int, ...], ...] = DEFAULT_CHOICES,
+                target: TargetIdentity | None = None) -> None:
+    """Write `medusa.safetensors`, topology and `target` (the model the heads are for) in its metadata; atomically."""
+    _save(folder / MEDUSA_FILE, heads.tensors(), {"choices": json.dumps(choices)}, target)
 
 
 def load_medusa(folder: Path) -> tuple[MedusaHeads, tuple[tuple[int, ...], ...]]:
@@ -111,9 +118,9 @@ def load_medusa(folder: Path) -> tuple[MedusaHeads, tuple[tuple[int, ...], ...]]
     return MedusaHeads.from_tensors(tensors), choices
 
 
-def save_eagle3(model: Eagle3, folder: Path) -> None:
-    """Write `eagle3.safetensors`, configuration in its metadata; atomically."""
-    _save(folder / EAGLE3_FILE, model.tensors(), {"config": json.dumps(asdict(model.config))})
+def save_eagle3(model: Eagle3, folder: Path, target: TargetIdentity | None = None) -> None:
+    """Write `eagle3.safetensors`, configuration and `target` (the model the layer is for) in its metadata; atomically."""
+    _save(folder / EAGLE3_FILE, model.tensors(), {"config": json.dumps(asdict(model.config))}, target)
 
 
 def load_eagle3(folder: Path) -> Eagle3:
@@ -127,22 +134,56 @@ def load_eagle3(folder: Path) -> Eagle3:
     return Eagle3.from_tensors(config, tensors)
 
 
-def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def draft_target(folder: Path, method: str) -> TargetIdentity | None:
+    """The model that the folder's draft says it is for; None when it does not say. Errors as in `load_medusa`."""
+    _, metadata = _load(folder / FILES[method], method, weights=False)
+    if "target" not in metadata:
+        return None
+    try:
+        return TargetIdentity.loads(metadata["target"])
+    except (TypeError, ValueError) as error:
+        raise CorruptError(f"{folder / FILES[method]}: which model it was made for cannot be read: {error}") from error
+
+
+def check_draft(folder: Path, method: str, opened: Opened, tokenizer: Any) -> None:
+    """Refuse a draft that was made for another model than `opened`; one that does not say is let through with a warning.
+
+    Raises:
+        KaruiError: weights or vocabulary are not those it was made for, or there is no draft.
+        CorruptError: its file or its mark is damaged.
+    """
+    made_for = draft_target(folder, method)
+    if made_for is None:
+        logger.warning("%s does not say which model it was made for; for another than %s its drafts would be wrong",
+                       folder / FILES[method], opened.path)
+    elif difference := made_for.difference(TargetIdentity.of(opened, tokenizer)):
+        raise KaruiError(f"{folder / FILES[method]} was made for another model: the {difference} of {opened.path} is not what it "
+                         f"was trained on. Train a draft for this model; to use this one all the same (a fine-tuned model, say), "
+                         f"write {method}:K,any-target, or SpeculationConfig(any_target=True).")
+
+
+def copy_draft(method: str, source: Path, folder: Path, target: TargetIdentity | None) -> None:
+    """Copy a draft's file from folder to folder, marked as made for `target` (None: without a mark)."""
+    tensors, metadata = _load(source / FILES[method], method)
+    _save(folder / FILES[method], tensors, {k: v for k, v in metadata.items() if k != "target"}, target)
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], target: TargetIdentity | None) -> None:
     from safetensors.torch import save_file
 
     temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary, metadata=metadata)
+    save_file(tensors, temporary, metadata=metadata if target is None else {**metadata, "target": target.dumps()})
     temporary.replace(path)
 
 
-def _load(path: Path, method: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _load(path: Path, method: str, weights: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise KaruiError(f"speculation {method}: {path} does not exist; the model folder holds no {method} heads.")
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if weights else {}  # noqa: SIM118 (not a dict)
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise CorruptError(f"{path}: not a readable safetensors file ({error}); copy it again.") from error

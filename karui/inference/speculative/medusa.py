@@ -6,6 +6,7 @@ no extra forward of the target. Verification is the lossless walk; typical accep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,6 +21,15 @@ DEFAULT_CHOICES: tuple[tuple[int, ...], ...] = (
     (0,), (1,), (2,), (3,), (4,), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (2, 0), (3, 0),
     (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 2, 0), (1, 0, 0), (2, 0, 0),
     (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0))
+
+
+def likeliest(choices: Sequence[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
+    """The `count` choices most likely to be accepted, if a head's guess of rank r is right with chance 1 / (2 (r + 1)^1.5).
+
+    A choice is never likelier than its parent, so what is kept is a tree.
+    """
+    chances = {c: math.prod(0.5 * (rank + 1) ** -1.5 for rank in c) for c in choices}
+    return tuple(sorted(choices, key=lambda c: -chances[c])[:count])
 
 
 class ResBlock(nn.Module):

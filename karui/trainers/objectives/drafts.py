@@ -7,7 +7,6 @@ draft into the bundle, where `speculation: eagle3` or `medusa` finds it. The hel
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,8 @@ from karui.trainers.objectives.cached import packed_documents
 from karui.trainers.objectives.engine_states import EngineStates
 
 if TYPE_CHECKING:
+    from karui.inference.bundle import Opened
+    from karui.inference.speculative.target import TargetIdentity
     from karui.trainers.run import Setup
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,9 @@ class Draft(LossSum):
 
     draft: Any
 
-    def __init__(self, model: nn.Module, chunk: int, keep_states: bool) -> None:
+    def __init__(self, model: nn.Module, chunk: int, keep_states: bool, tokenizer: Any) -> None:
         super().__init__(model, chunk)
+        self.tokenizer = tokenizer
         self._kept: dict[bytes, tuple[torch.Tensor, ...]] | None = {} if keep_states else None
         if hasattr(model, "get_base_model"):
             raise UnsupportedError("a draft is trained for a model as it is served; merge the adapter first (an exported run), "
@@ -87,6 +89,13 @@ class Draft(LossSum):
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         self.draft.load_state_dict(dict(state))
 
+    def target(self, folder: Path) -> TargetIdentity:
+        """The model that the draft was trained for, as it was just written to `folder`."""
+        from karui.inference.bundle import open_model
+        from karui.inference.speculative.target import TargetIdentity
+
+        return TargetIdentity.of(open_model(folder), self.tokenizer)
+
     def of(self, batch: PackedBatch) -> torch.Tensor:
         figures = [list(f) for f in self.figures]
         loss: torch.Tensor = self(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
@@ -101,13 +110,15 @@ class Eagle3Draft(Draft):
         codes: the model's weights that are on a grid, by name (for `states: engine`).
     """
 
-    def __init__(self, model: nn.Module, section: Eagle3Objective, samples: SampleSet, codes: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, section: Eagle3Objective, samples: SampleSet, codes: Mapping[str, Any], tokenizer: Any
+    ) -> None:
         from dataclasses import replace
 
         from karui.inference.models.config import from_hf
         from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config
 
-        super().__init__(model, section.chunk_tokens, section.keep_states)
+        super().__init__(model, section.chunk_tokens, section.keep_states, tokenizer)
         self.section = section
         target = from_hf(base_model(model).config.to_dict())  # type: ignore[union-attr,operator]
         ids = frequent_tokens(samples, section.vocabulary, target.vocab_size)
@@ -184,16 +195,16 @@ class Eagle3Draft(Draft):
     def save(self, folder: Path) -> None:
         from karui.inference.speculative.factory import save_eagle3
 
-        save_eagle3(self.draft, folder)
+        save_eagle3(self.draft, folder, self.target(folder))
 
 
 class MedusaDraft(Draft):
     """See `karui.distill.drafts.medusa`. The vocabulary projections start as the model's head."""
 
-    def __init__(self, model: nn.Module, section: MedusaObjective) -> None:
+    def __init__(self, model: nn.Module, section: MedusaObjective, tokenizer: Any) -> None:
         from karui.inference.speculative.medusa import MedusaHeads
 
-        super().__init__(model, section.chunk_tokens, section.keep_states)
+        super().__init__(model, section.chunk_tokens, section.keep_states, tokenizer)
         self.section = section
         head = base_model(model).get_output_embeddings().weight.detach().float()  # type: ignore[operator]
         self.draft = MedusaHeads(section.heads, head.shape[1], head.shape[0])
@@ -223,7 +234,7 @@ class MedusaDraft(Draft):
     def save(self, folder: Path) -> None:
         from karui.inference.speculative.factory import save_medusa
 
-        save_medusa(self.draft, folder)
+        save_medusa(self.draft, folder, target=self.target(folder))
 
 
 def _half(x: torch.Tensor) -> torch.Tensor:
@@ -244,22 +255,30 @@ def frequent_tokens(samples: SampleSet, count: int, vocabulary: int) -> torch.Te
     return torch.from_numpy(np.sort(order).astype(np.int64))
 
 
-def pack_drafts(source: Path, bundle: Path) -> list[str]:
-    """Copy the draft files of a run's final/ into a bundle of the same model; returns their names.
+def pack_drafts(source: Path, bundle: Path, *, any_target: bool = False) -> list[str]:
+    """Copy the draft files of a run's final/ into a bundle of the same model, marked as made for it; returns their names.
+
+    The same model is one that was exported from `source`, or whose stored weights are those the draft was trained on.
+
+    Args:
+        any_target: the shape alone has to fit: for a bundle of a fine-tuned model, or of another quantization of the same one.
 
     Raises:
-        KaruiError: the draft was trained for a model of another shape.
+        KaruiError: the draft was trained for another model, of another shape or of other weights.
     """
     from karui.inference.bundle import open_model
+    from karui.inference.loading import load_tokenizer
     from karui.inference.models.config import from_hf
-    from karui.inference.speculative.factory import EAGLE3_FILE, MEDUSA_FILE, load_eagle3, load_medusa
+    from karui.inference.speculative.factory import FILES, copy_draft, draft_target, load_eagle3, load_medusa
+    from karui.inference.speculative.target import TargetIdentity
 
     packed = []
-    target = from_hf(open_model(bundle).config)
-    for name in (EAGLE3_FILE, MEDUSA_FILE):
+    opened = open_model(bundle)
+    target, identity = from_hf(opened.config), TargetIdentity.of(opened, load_tokenizer(opened.tokenizer_path))
+    for method, name in FILES.items():
         if not (source / name).is_file():
             continue
-        if name == EAGLE3_FILE:
+        if method == "eagle3":
             c = load_eagle3(source).config
             fits = (c.hidden_size, c.vocab_size) == (target.hidden_size, target.vocab_size)
             fits &= max(c.aux_layers) < target.num_layers
@@ -269,11 +288,28 @@ def pack_drafts(source: Path, bundle: Path) -> list[str]:
         if not fits:
             raise KaruiError(f"{source / name} is a draft for another model than {bundle} (hidden size {target.hidden_size}, "
                              f"{target.vocab_size} tokens, {target.num_layers} layers); train one for it.")
-        scratch = bundle / f".{name}.tmp"
-        shutil.copyfile(source / name, scratch)
-        scratch.replace(bundle / name)
+        made_for = draft_target(source, method)
+        if made_for is None and not any_target:
+            logger.warning("%s does not say which model it was trained for, nor will its copy", source / name)
+        elif not (any_target or made_for == identity or _exported_from(opened, source, made_for)):
+            raise KaruiError(f"{source / name} is a draft for another model than {bundle}: the shapes are the same, the weights "
+                             "are not. Export the run that trained it, or train one for this model; any_target=True packs it "
+                             "anyway.")
+        copy_draft(method, source, bundle, identity if made_for or any_target else None)
         packed.append(name)
     return packed
+
+
+def _exported_from(opened: Opened, source: Path, made_for: TargetIdentity | None) -> bool:
+    """Whether `source` holds the model that a draft was trained for, and `opened` is a bundle made of it."""
+    from karui.inference.bundle import open_model
+    from karui.inference.bundle.export import base_sha256
+    from karui.inference.loading import load_tokenizer
+    from karui.inference.speculative.target import TargetIdentity
+
+    if opened.manifest is None or opened.manifest.provenance.base_sha256 != base_sha256(source):
+        return False
+    return made_for == TargetIdentity.of(open_model(source), load_tokenizer(source))
 
 
 def make(setup: Setup) -> Draft:
@@ -281,6 +317,6 @@ def make(setup: Setup) -> Draft:
     section = setup.recipe.objective
     if isinstance(section, Eagle3Objective):
         codes = {name: q for stage in setup.stages if stage.is_on_grid for name, q in stage.convert(setup.model).items()}
-        return Eagle3Draft(setup.model, section, setup.samples, codes)
+        return Eagle3Draft(setup.model, section, setup.samples, codes, setup.tokenizer)
     assert isinstance(section, MedusaObjective)
-    return MedusaDraft(setup.model, section)
+    return MedusaDraft(setup.model, section, setup.tokenizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -110,9 +109,10 @@ def load_offloaded(name: str) -> nn.Module:
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
     """Hashes of a tokenizer's vocabulary and of its chat template."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    from karui.inference.speculative.target import vocabulary_digest
+
     template = str(getattr(tokenizer, "chat_template", None) or "").encode()
-    return {"tokenizer": hashlib.sha256(vocabulary).hexdigest()[:16], "template": hashlib.sha256(template).hexdigest()[:16]}
+    return {"tokenizer": vocabulary_digest(tokenizer)[:16], "template": hashlib.sha256(template).hexdigest()[:16]}
 
 
 def tokenizer_of(folder: Path) -> Any:
