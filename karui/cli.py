@@ -252,6 +252,7 @@ def quantize(
     skip: Annotated[list[str] | None, typer.Option(help="Linears that stay in high precision, e.g. '*.0.mlp.*'.")] = None,
     budget: Annotated[str | None, typer.Option(help="Mixed precision: bits per weight (2.6) or bytes (40MB).")] = None,
     grids: Annotated[str, typer.Option(help="Grids that --budget chooses from.")] = "w2g64,w3g64,w4g64",
+    device: Annotated[str, typer.Option(help="Where to calibrate: cpu, cuda, or auto, a GPU where there is one.")] = "auto",
     listing: Annotated[bool, typer.Option("--list", help="List the methods with paper and cost.")] = False,
 ) -> None:
     """Put a model on a grid and write a bundle that passed the parity gate; some methods train it there, see --list."""
@@ -279,6 +280,7 @@ def quantize(
         skip=skip or (),
         budget=budget,
         grids=tuple(g.strip() for g in grids.split(",") if g.strip()),
+        device=device,
     )
 
 

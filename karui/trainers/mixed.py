@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def plan_for(
     folder: Path, rows: torch.Tensor, grids: Sequence[str], budget: str, *, skip: Sequence[str] = (), most_tokens: int = 512,
-    work: Path | None = None, progress: Callable[[int, int], None] | None = None,
+    work: Path | None = None, device: str = "cpu", progress: Callable[[int, int], None] | None = None,
 ) -> Plan:  # fmt: skip
     """Measure every tie group on every grid and solve the knapsack.
 
@@ -31,6 +31,7 @@ def plan_for(
         rows: calibration token ids [samples, length]; the first of them, up to `most_tokens` tokens, are measured on.
         grids: spellings to choose from, at least two.
         budget: bits per weight (`2.6`) or bytes of the quantized linears (`40MB`).
+        device: where the whole model is measured.
         work: folder in which what was measured is kept after every tie group, so that a killed run goes on from there.
 
     Raises:
@@ -48,7 +49,7 @@ def plan_for(
     if len(set(grids)) < 2:
         raise KaruiError(f"mixed precision chooses among grids: give at least two, e.g. w2g64,w3g64; got {', '.join(grids)}.")
     specs = [QuantSpec.parse(g) for g in grids]
-    model: Any = load(folder, torch.float32).eval().requires_grad_(False)
+    model: Any = load(folder, torch.float32).eval().requires_grad_(False).to(device)
     refuse_quantized(model, model.config.to_dict())
     unfuse(model)
     check_rows(rows, model.get_input_embeddings().num_embeddings, 0)
@@ -59,7 +60,7 @@ def plan_for(
     weights = sum(m.weight.numel() for m in linears.values())
     allowed = budget_of(budget, weights)
     choose_plan(ties, specs, {(t.name, str(s)): 0.0 for t in ties for s in specs}, allowed)  # refuse before the work
-    few = rows[: max(1, most_tokens // rows.shape[1]), :most_tokens].long()
+    few = rows[: max(1, most_tokens // rows.shape[1]), :most_tokens].long().to(device)
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.glob("*.safetensors"))]
     kept = None if work is None else _Kept(work, [str(folder), files, few.tolist()])
     increases = measure(model, ties, specs, _Divergence(model, few), progress, kept)

@@ -27,6 +27,7 @@ def quantize_to_bundle(
     skip: Sequence[str] = (),
     budget: str | None = None,
     grids: Sequence[str] = ("w2g64", "w3g64", "w4g64"),
+    device: str = "auto",
 ) -> Manifest:
     """Run one method of `karui.qat.methods` and write its result; a method that trains does so on the calibration text.
 
@@ -36,6 +37,7 @@ def quantize_to_bundle(
         work: folder for finished blocks, and what was measured for a budget, from which a killed run goes on.
         settings: the method's own; skip: patterns of linears that stay in high precision.
         budget: bits per weight or bytes: each linear gets the one of `grids` that serves the loss best, in place of `spec`.
+        device: where blocks are calibrated, and a model is measured for a budget: cpu, cuda, or auto, a GPU where there is one.
 
     Raises:
         KaruiError: what the method refuses, too little calibration text, a taken target, parity not met.
@@ -71,6 +73,9 @@ def quantize_to_bundle(
         chosen.check(QuantSpec.parse(grid))
     check_target(Path(output), overwrite=False)
     console = Console(highlight=False)
+    where = found_device(device)
+    if device == "auto" and where != "cpu":
+        console.print(f"calibrating on {where}; --device cpu does it here")
     folder = resolve(model)
     from_hf(read_config(folder))  # a model the engine cannot run is refused before the work, not after it
     if chosen.calibrates and calibration is None:
@@ -83,7 +88,7 @@ def quantize_to_bundle(
         plan_rows = rows_of_text(folder, calibration, samples, length) if rows is None else rows
         with Progress(console=console) as bar:
             task = bar.add_task("sensitivity")
-            plan = plan_for(folder, plan_rows, grids, budget, skip=skip, work=work,
+            plan = plan_for(folder, plan_rows, grids, budget, skip=skip, work=work, device=where,
                             progress=lambda done, total: bar.update(task, completed=done, total=total))  # fmt: skip
         console.print(plan.table())
         spec = str(max(set(plan.specs.values()), key=list(plan.specs.values()).count))
@@ -91,7 +96,7 @@ def quantize_to_bundle(
     with Progress(console=console) as bar:
         task = bar.add_task(f"{method} {spec if plan is None else 'mixed'}")
         options = Options(
-            settings=settings or {}, skip=skip, overrides=overrides,
+            settings=settings or {}, skip=skip, overrides=overrides, device=where,
             work=work if plan is None or work is None else Path(work) / "blocks",
             progress=lambda done, total, seconds: bar.update(task, completed=done, total=total),
         )  # fmt: skip
@@ -126,6 +131,19 @@ def quantize_to_bundle(
             console.print(f"  {entry.name}: {entry.fallback}")
     console.print(f"{output}: {disk_bytes(output) / 1e6:.1f} MB, parity {json.dumps(manifest.parity)}")
     return manifest
+
+
+def found_device(name: str) -> str:
+    """`auto` resolved; raises `KaruiError` for a device that is none or is not here."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise KaruiError(f"device {name!r} is not known; use auto, cpu or cuda.")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise KaruiError(f"device {name}: torch finds no GPU here; use cpu.")
+    return name
 
 
 def rows_of_text(folder: Path, text: Path, samples: int, length: int) -> Any:
