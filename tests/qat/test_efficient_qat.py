@@ -88,13 +88,13 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", ["a block", "all blocks"])
+@pytest.mark.parametrize("after", ["a block", "all blocks", "some steps of the second phase"])
 def test_a_killed_run_ends_bit_identically(tmp_path, monkeypatch, after):
     whole = quantized(tiny())
     from karui.qat import efficient_qat
 
     with monkeypatch.context() as patch:
-        real, calls = efficient_qat.quantize_block, []
+        real, loss, calls = efficient_qat.quantize_block, efficient_qat.EndToEnd.loss, []
 
         def block(*args):
             calls.append(1)
@@ -105,11 +105,22 @@ def test_a_killed_run_ends_bit_identically(tmp_path, monkeypatch, after):
         def finish(*args):
             raise Killed
 
+        def step(*args, **named):
+            calls.append(1)
+            if len(calls) == 20:  # 3 blocks, 8 rows that judge the start, 9 steps
+                raise Killed
+            return loss(*args, **named)
+
         patch.setattr(efficient_qat, "quantize_block", block)
-        patch.setattr(efficient_qat, "finish_model", finish)
+        if after == "all blocks":
+            patch.setattr(efficient_qat, "finish_model", finish)
+        patch.setattr(efficient_qat.EndToEnd, "loss", step)
         with pytest.raises(Killed):
             quantized(tiny(), tmp_path)
     again = quantized(tiny(), tmp_path)
-    for name, value in whole.weights.items():
-        other = again.weights[name]
-        assert torch.equal(value.dequantize(), other.dequantize()) if isinstance(value, QTensor) else torch.equal(value, other)
+    assert same(whole, again)
+
+
+def same(a, b):
+    pairs = ((v, b.weights[n]) for n, v in a.weights.items())
+    return all(torch.equal(*(x.dequantize() if isinstance(x, QTensor) else x for x in pair)) for pair in pairs)
