@@ -148,6 +148,28 @@ def test_mixtures_add_up_and_split_anywhere():
     same(gradients(sum(parts), h, w), gradients(wanted, h, w))
 
 
+@pytest.mark.parametrize("kind", ["labels", "full", "topk"])
+def test_the_logits_are_never_whole(kind):
+    """No tensor of a loss and its gradient is as large as [tokens, vocabulary]; the largest is a chunk of it or the head."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    n, vocab, chunk = 400, 300, 16
+    h, w, teacher = problem(n, 6, vocab, dtype=torch.float32)
+    term = {"labels": lambda: Labels(torch.randint(0, vocab, (n,))), "full": lambda: Logits(teacher, divergence("forward_kl")),
+            "topk": lambda: TopK(TopKRows.of(teacher.hidden @ teacher.weight.T, 4), divergence("forward_kl"))}[kind]()
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor))
+            return out
+
+    with Watch():
+        gradients(head_loss(h, w, {"kd": (1.0, term)}, chunk).loss_sum, h, w)
+    assert max(sizes) == chunk * vocab  # what 400 rows have is 25 times that
+
+
 def test_sorted_l1_takes_vocabularies_of_different_size():
     h, w, _ = problem()
     _, _, teacher = problem(vocab=17, seed=3)

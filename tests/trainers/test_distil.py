@@ -93,6 +93,41 @@ def test_a_cache_serves_a_second_student_without_its_teacher_running(make_recipe
         run_recipe(make_recipe(objective={**objective, "k": 4, "cache": str(folder)}))
 
 
+@pytest.mark.parametrize("change", ["teacher", "template", "temperature", "data"])
+def test_a_cache_from_another_teacher_or_template_is_not_read(change, make_recipe, teacher_folder, tiny_folder, tmp_path):
+    """Left to itself the run fills another; pointed at, it is refused, and the message names what differs."""
+    objective = {"kind": "distil", "teacher": str(teacher_folder), "rows": "topk", "k": 8, "cache": str(tmp_path / "rows")}
+    recipe = make_recipe(objective=objective)
+
+    def make(values, recipe=recipe):
+        setup = prepare(Recipe.build({**recipe.dump(), "objective": {**recipe.dump()["objective"], **values}}))
+        if change == "template" and values:
+            setup.tokenizer.chat_template += " "
+        return make_objective(setup)
+
+    make({})
+    (first,) = (tmp_path / "rows").iterdir()
+    values = {"teacher": {"teacher": str(tiny_folder)}, "temperature": {"temperature": 2.0}}.get(change, {"label": 0.5})
+    other = make_recipe(objective=objective, data={"holdout": 8}) if change == "data" else recipe
+    make(values, other)
+    assert len(list((tmp_path / "rows").iterdir())) == 2
+    with pytest.raises(KaruiError, match=f"another teacher's cache .*{change}: .* there, .* needed"):
+        make({**values, "cache": str(first)}, other)
+
+
+def test_weights_of_a_mixture_move_linearly_over_the_run(make_recipe, teacher_folder):
+    recipe = make_recipe(objective={"kind": "distil", "teacher": str(teacher_folder), "label": [1.0, 0.0], "logits": 0.0})
+    setup = prepare(recipe)
+    objective = make_objective(setup)
+    from karui.trainers.data import collate
+
+    batch, found = collate([setup.samples[0]]), []
+    for step in range(5):
+        objective.before_step(step, 5)
+        found.append(objective(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets).item())
+    assert found == pytest.approx([found[0] * share for share in (1.0, 0.75, 0.5, 0.25, 0.0)], rel=1e-4) and found[0] > 1
+
+
 def test_a_cached_teacher_gives_the_online_teachers_loss(make_recipe, teacher_folder):
     objective = {"kind": "distil", "teacher": str(teacher_folder), "rows": "topk", "k": 8}
     run_recipe(make_recipe(objective=objective))

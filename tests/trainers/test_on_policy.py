@@ -120,6 +120,27 @@ def test_a_teacher_that_does_not_know_all_tokens_is_refused(make_recipe, tiny_fo
         run_recipe(make_recipe(objective={"kind": "on-policy", "teacher": str(folder)}))
 
 
+def test_the_temperature_of_the_loss_is_not_the_samplers(make_recipe, same_vocabulary, monkeypatch):
+    from karui.trainers.objectives.engine_sampler import EngineSampler
+
+    drawn = []
+    generate = EngineSampler.generate
+
+    def spy(self, *args, **options):
+        found = generate(self, *args, **options)
+        drawn.append([d.tokens for d in found])
+        return found
+
+    monkeypatch.setattr(EngineSampler, "generate", spy)
+    losses = []
+    for options in ({}, {"temperature": 3.0}, {"sample_temperature": 3.0}):
+        recipe = make_recipe(objective={"kind": "on-policy", "teacher": str(same_vocabulary), **SHORT, **options}, optim={"steps": 1})
+        run_recipe(recipe)
+        losses.append(rows_of(recipe.output)[0]["loss"])
+    same, other = (str(drawn[0]) == str(x) for x in drawn[1:])
+    assert same and not other and losses[0] != losses[1]
+
+
 def test_top_p_below_one_is_said_to_bias(make_recipe, caplog):
     run_recipe(make_recipe(objective={"kind": "on-policy", "top_p": 0.9, **SHORT}, optim={"steps": 1}))
     assert any("biases the gradient" in r.message for r in caplog.records)
