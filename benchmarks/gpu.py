@@ -86,7 +86,15 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
     from karui.kernels.gemm_fp8 import gemm_fp8
     from karui.kernels.gemm_grouped import reference as grouped_reference
     from karui.kernels.gemm_mx import gemm_mx
-    from karui.kernels.gemm_weight import dequantize_weight, gemm_float8, gemm_int8, gemm_weight, gemm_weight_dgrad, pack_weight
+    from karui.kernels.gemm_weight import (
+        dequantize_weight,
+        gemm_float8,
+        gemm_int8,
+        gemm_weight,
+        gemm_weight_dgrad,
+        pack_weight,
+        takes_int8,
+    )
     from karui.kernels.linear_loss import linear_loss
     from karui.kernels.linear_loss import reference as loss_reference
     from karui.kernels.linear_loss.triton import divergence_rows
@@ -158,11 +166,29 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
     made["ragged attention"] = (loose, attention)
 
     def grouped() -> float:
-        offsets = torch.tensor([0, 5 * big, 5 * big, 17 * big], device=DEVICE)
-        return differentiated(lambda x, w: gemm_grouped.gemm_grouped(x, w, offsets, "triton"),
-                              lambda x, w: grouped_reference.gemm_grouped(x, w, offsets), randn(17 * big, 40, dtype=half), randn(3, 24, 40, dtype=half))
+        groups = sorted_rows(5 * big, 0, 12 * big)
+        return differentiated(lambda x, w: gemm_grouped.gemm_grouped(x, w, groups, "triton"),
+                              lambda x, w: grouped_reference.gemm_grouped(x, w, groups.offsets), randn(17 * big, 40, dtype=half), randn(3, 24, 40, dtype=half))
 
     made["grouped GEMM"] = (loose, grouped)
+
+    def placed() -> float:
+        chosen = torch.randint(0, 70, (300 * big,), device=DEVICE)
+        fast, slow = (gemm_grouped.group_rows(chosen, 70, backend) for backend in ("triton", "torch"))
+        return float(sum(int((getattr(fast, n) != getattr(slow, n)).sum()) for n in ("order", "place", "offsets", "tiles")))
+
+    made["rows by expert, places that differ"] = (0.0, placed)
+
+    def packed_experts(spec: str) -> float:
+        q, groups = quantize(randn(3 * 72, 512), QuantSpec.parse(spec)), sorted_rows(5 * big, 0, 2 * big)
+        x, w = randn(7 * big, 512, dtype=torch.bfloat16), pack_weight(q)
+        if takes_int8(w):
+            return relative(gemm_int8(x, w, None, "triton", groups), gemm_int8(x, w, None, "torch", groups))
+        want = grouped_reference.gemm_grouped(x.double(), q.dequantize().double().view(3, 72, 512), groups.offsets)
+        return relative(gemm_weight(x, w, None, "triton", groups), want)
+
+    for spec in ("w4g128", "nf4", "nvfp4", "w8"):
+        made[f"packed experts {spec}{', int8 inputs' if spec == 'w8' else ''}"] = (2e-2, lambda spec=spec: packed_experts(spec))
 
     def codes(kind: str) -> float:
         x = randn(40 * big, 200, dtype=torch.bfloat16) * 3
@@ -247,23 +273,36 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
         return float((sample(logits, settings, "triton")[0] != sample(logits, settings, "torch")[0]).sum())
 
     made["sampling, draws that differ"] = (0.0, drawn)
-    for spec, kv_dtype in ((None, "fp8"), ("w4g32", "int8"), ("nvfp4", "fp8")):
-        made[f"runner {spec or 'dense'}, {kv_dtype} cache, decoding{' by graph' if GPU else ''}"] = (
-            6e-2 if GPU else 1e-3, lambda spec=spec, kv_dtype=kv_dtype: runner(spec, kv_dtype))  # fmt: skip
+    for spec, kv_dtype, experts in ((None, "fp8", 0), ("w4g32", "int8", 0), ("nvfp4", "fp8", 0), (None, "fp8", 5), ("w4g32", "fp8", 5)):
+        made[f"runner {spec or 'dense'}{', experts' if experts else ''}, {kv_dtype} cache, decoding{' by graph' if GPU else ''}"] = (
+            6e-2 if GPU else 1e-3, lambda spec=spec, kv_dtype=kv_dtype, experts=experts: runner(spec, kv_dtype, experts))  # fmt: skip
     return made
 
 
-def runner(spec: str | None, kv_dtype: str) -> float:
+def sorted_rows(*counts: int) -> Any:
+    """The groups of so many rows of each expert, in order."""
+    from karui.kernels.gemm_grouped import group_rows
+
+    experts = torch.arange(len(counts), device=DEVICE)
+    return group_rows(experts.repeat_interleave(torch.tensor(counts, device=DEVICE)), len(counts), "triton")
+
+
+def runner(spec: str | None, kv_dtype: str, experts: int) -> float:
     """Logits of a prefill and two decoding steps of two sequences, on the kernels' runner and on the plain one."""
     from karui.inference.batch import StepBatch
     from karui.inference.models.config import from_hf
     from karui.inference.models.decoder import TorchRunner
     from karui.inference.models.gpu import TritonRunner
+    from karui.inference.models.weights import canonical
     from karui.kernels.quantize import quantize
 
-    model = llama(2, vocab_size=101, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
-    weights = {n: w for n, w in model.state_dict().items() if n != "lm_head.weight"}
-    made = {n: quantize(w, QuantSpec.parse(spec)) if spec and w.ndim == 2 and "embed" not in n else w for n, w in weights.items()}
+    model = llama(2, experts, vocab_size=101, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    if experts:  # so far apart that rounding sends no token elsewhere
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.mlp.gate.weight)
+    weights = canonical({n: w for n, w in model.state_dict().items() if n != "lm_head.weight"})
+    kept = ("embed_tokens.weight", "mlp.gate.weight")
+    made = {n: quantize(w, QuantSpec.parse(spec)) if spec and w.ndim == 2 and not n.endswith(kept) else w for n, w in weights.items()}
     config, dtype = from_hf(model.config.to_dict()), torch.bfloat16 if GPU else torch.float32
     runners = TritonRunner(config, made, DEVICE, dtype), TorchRunner(config, made, DEVICE, dtype)
     tables, worst = torch.tensor([[3, 1], [2, 0]]), 0.0
@@ -357,6 +396,27 @@ def gemms(bf16: float) -> list[Figure]:
     return figures
 
 
+def experts(bf16: float, copy: float) -> list[Figure]:
+    """16 experts of 4096 x 2048: a training step's rows, and a token's four experts in decoding."""
+    from karui.kernels.gemm_grouped import gemm_grouped, group_rows
+    from karui.kernels.gemm_weight import PackedWeight, gemm_weight
+
+    num, n, k = 16, 4096, 2048
+    w, x = randn(num, n, k, dtype=torch.bfloat16), randn(16384, k, dtype=torch.bfloat16)
+    groups = group_rows(torch.randint(0, num, (16384,), device=DEVICE), num)
+    speed = 2 * 16384 * n * k / milliseconds(lambda: gemm_grouped(x, w, groups), flush=False) / 1e9
+    figures = [Figure(name="grouped GEMM bf16, 16384 rows", ours=speed, unit="TFLOP/s", peer=bf16, peer_name="torch bf16 8192^3")]
+    few = group_rows(torch.tensor([1, 4, 9, 15], device=DEVICE), num)
+    packed = PackedWeight(torch.randint(0, 256, (num * n, k // 2), dtype=torch.uint8, device=DEVICE),
+                          torch.rand(num * n, k // 128, device=DEVICE).half(), None, None, 4, 8, (num * n, k))
+    for name, moved, run in (("bf16", 4 * n * k * 2, lambda: gemm_grouped(x[:4], w, few)),
+                             ("W4 g128", packed.num_bytes / 4, lambda: gemm_weight(x[:4], packed, groups=few))):
+        run()  # tunes outside of the graph
+        speed = moved / milliseconds(in_graph(run)) / 1e6
+        figures.append(Figure(name=f"4 of 16 experts {name}, 1 row each", ours=speed, unit="GB/s", peer=copy, peer_name="copy"))
+    return figures
+
+
 def quantizers(copy: float) -> list[Figure]:
     from karui.kernels.train_quantize import quantize_both
 
@@ -427,14 +487,17 @@ def attention(bf16: float) -> list[Figure]:
     return figures
 
 
-def llama(layers: int = 16, **changes: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama(layers: int = 16, experts: int = 0, **changes: Any) -> Any:
+    """A random llama, or with experts a mixtral of two per token."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config = LlamaConfig(num_hidden_layers=layers, max_position_embeddings=8192, tie_word_embeddings=True, **(sizes | changes))
+    sizes |= {"num_local_experts": experts, "num_experts_per_tok": 2} if experts else {}
+    kind = "mixtral" if experts else "llama"
+    config = AutoConfig.for_model(kind, num_hidden_layers=layers, max_position_embeddings=8192, tie_word_embeddings=True, **(sizes | changes))
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def training() -> list[Figure]:
@@ -614,6 +677,7 @@ def main() -> int:
         copy, bf16, found = ceilings()
         figures += found
         for name, part in (("GEMMs", lambda: gemms(bf16)), ("decoding", lambda: decoding(copy)), ("quantizers", lambda: quantizers(copy)),
+                           ("experts", lambda: experts(bf16, copy)),
                            ("engine", engine), ("attention", lambda: attention(bf16)), ("LoRA", lora), ("QLoRA", qlora),
                            ("training", training)):
             if left() < 60:

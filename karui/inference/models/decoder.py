@@ -120,9 +120,10 @@ class TorchRunner:
 
     def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None."""
-        expert = next((name for name in layers or {} if "expert" in name), None)
+        expert = next((name for name in layers or {} if "expert" in name or name.endswith(".mlp.gate")), None)
         if expert is not None:
-            raise UnsupportedError(f"adapter module {expert!r}: adapters of experts are not run; adapt the attention only.")
+            raise UnsupportedError(f"adapter module {expert!r}: adapters of experts and their router are not run; adapt the "
+                                   "attention only.")
         self._adapters.pop(slot, None)
         if layers is not None:
             self._adapters[slot] = {

@@ -2,6 +2,8 @@
 
     linears     q, k, v (and gate, up) as one product each; codes of 2, 4 and 8 bits, NF4, FP8, MX and NVFP4 are decoded in
                 registers (`gemm_weight`); 8-bit inputs on 8-bit or ternary weights are multiplied as codes
+    experts     rows sorted by expert on the device, one grouped product for all experts (`mixture`); dense ones through
+                `gemm_grouped`, codes through `gemm_weight`
     norms       fused with the residual addition before them
     attention   paged, over fp32, fp16, bf16, int8 or fp8 blocks; trees of drafts are verified in the same kernel
     decoding    steps of one row per sequence replay a graph; batches are padded to the next size, padded rows write nowhere
@@ -14,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,7 @@ from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import TorchRunner, _int8_per_token
 from karui.inference.models.rope import cos_sin
 from karui.inference.models.weights import Weights, check_weights, nbytes
+from karui.kernels.gemm_grouped import Groups, gemm_grouped
 from karui.kernels.gemm_weight import (
     PackedWeight,
     dequantize_weight,
@@ -34,6 +38,7 @@ from karui.kernels.gemm_weight import (
     takes_float8,
     takes_int8,
 )
+from karui.kernels.mixture import mixture
 from karui.kernels.paged_attention import Cache, Plan, paged_attention, tree_words, write_kv
 from karui.kernels.qtensor import QTensor
 from karui.kernels.triton_support import Backend, obstacle
@@ -41,34 +46,53 @@ from karui.kernels.triton_support.driver import explained
 
 logger = logging.getLogger(__name__)
 
-MODELS = ("llama", "mistral", "qwen2", "qwen3")
+MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_FUSED = {"self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-          "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj")}
 _EMBEDDING = "model.embed_tokens"
-_SINGLE = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def _products(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
+    """The products of a layer, each with the linears that it stands for, one after the other."""
+
+    def gated(where: str) -> dict[str, tuple[str, ...]]:
+        return {f"{where}.gate_up": (f"{where}.gate_proj", f"{where}.up_proj"), f"{where}.down_proj": (f"{where}.down_proj",)}
+
+    found: dict[str, tuple[str, ...]] = {"self_attn.qkv": tuple(f"self_attn.{x}_proj" for x in "qkv"),
+                                         "self_attn.o_proj": ("self_attn.o_proj",)}
+    m = config.mixture
+    if m is None or not m.layers[layer]:
+        return found | gated("mlp")
+    experts = [f"mlp.experts.{e}" for e in range(m.experts)]
+    found |= {"mlp.gate": ("mlp.gate",), "mlp.experts.down": tuple(f"{e}.down_proj" for e in experts),
+              "mlp.experts.gate_up": tuple(f"{e}.{part}_proj" for e in experts for part in ("gate", "up"))}
+    if m.shared_width:
+        found |= gated("mlp.shared_expert") | {"mlp.shared_expert_gate": ("mlp.shared_expert_gate",)}
+    return found
 
 
 @dataclass
 class _Product:
-    """One linear, or several that read the same input: y = x W^T + bias, rows of W one after the other."""
+    """One linear, or several that read the same input: y = x W^T + bias, rows of W one after the other; or the same linears of
+    all experts, on rows sorted by expert."""
 
     weight: torch.Tensor | PackedWeight | QTensor
     bias: torch.Tensor | None
     int8_input: bool
     float8_input: bool = False
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, groups: Groups | None = None) -> torch.Tensor:
+        # the kernel wherever this runner runs; torch's path would decode all of W for every step
+        backend: Backend = "auto" if x.is_cuda else "triton"
         if isinstance(self.weight, PackedWeight):
-            # the kernel wherever this runner runs; torch's path would decode all of W for every step
-            backend: Backend = "auto" if x.is_cuda else "triton"
             if self.int8_input and takes_int8(self.weight):
-                return gemm_int8(x, self.weight, self.bias, backend)
+                return gemm_int8(x, self.weight, self.bias, backend, groups)
             if self.float8_input and takes_float8(self.weight):
-                return gemm_float8(x, self.weight, self.bias, backend)
-            return gemm_weight(_int8_per_token(x) if self.int8_input else x, self.weight, self.bias, backend)
+                return gemm_float8(x, self.weight, self.bias, backend, groups)
+            return gemm_weight(_int8_per_token(x) if self.int8_input else x, self.weight, self.bias, backend, groups)
         x = _int8_per_token(x) if self.int8_input else x
         w = self.weight.dequantize(x.dtype) if isinstance(self.weight, QTensor) else self.weight
+        if groups is not None:
+            return gemm_grouped(x, w.view(groups.num_experts, -1, w.shape[1]), groups, backend)
         return F.linear(x, w, self.bias)
 
     @property
@@ -102,6 +126,8 @@ class TritonRunner(TorchRunner):
         self._graphs: dict[int, _Graph] = {}
         self._packed = False
         self._products: dict[str, _Product] = {}
+        self._parts: dict[str, dict[str, slice]] = {}
+        self._within: dict[str, str] = {}
         self._use_graphs = graphs and torch.device(device).type == "cuda"
         self._float8_input = activation_bits == 8
         super().__init__(config, weights, device, dtype)
@@ -127,7 +153,7 @@ class TritonRunner(TorchRunner):
                         for i in range(self.config.num_layers)]
 
     def weight_bytes(self) -> int:
-        rest = sum(nbytes(w) for name, w in self._weights.items() if not name.endswith(_IN_PRODUCTS))
+        rest = sum(nbytes(w) for name, w in self._weights.items() if name.rpartition(".")[0] not in self._within)
         return rest + sum(p.nbytes for p in self._products.values())
 
     def load_weights(self, weights: Weights, partial: bool = False) -> None:
@@ -136,34 +162,30 @@ class TritonRunner(TorchRunner):
             raise UnsupportedError("a quantized model on the triton runner takes whole sets of weights, not parts.")
         checked = check_weights(self.config, {**self._weights, **weights} if partial else weights)
         self._graphs.clear()
-        self._packed, self._products, self._weights = False, {}, {}
+        self._packed, self._products, self._weights, self._parts, self._within = False, {}, {}, {}, {}
         for i in range(self.config.num_layers):
             layer = f"model.layers.{i}."
-            for name, parts in _FUSED.items():
+            for name, parts in _products(self.config, i).items():
                 self._make(layer + name, [layer + part for part in parts], checked)
-            for name in _SINGLE:
-                self._make(layer + name, [layer + name], checked)
         if not self.config.tied:
             self._make("lm_head", ["lm_head"], checked)
         else:
             self._pack_embedding(checked)
         self._weights |= {name: self._moved(w) for name, w in checked.items()}
         if self._packed:
-            for name in [n for n in self._weights if n.endswith(_IN_PRODUCTS)]:
-                del self._weights[name]
+            for name in self._within:
+                self._weights.pop(f"{name}.weight", None)
         self.supports_partial_weights = not self._packed
 
     def dense_weight(self, module: str) -> torch.Tensor:
         """The fp32 weight [out, in] of a linear, dequantized."""
         if f"{module}.weight" in self._weights:
             return super().dense_weight(module)
-        prefix, leaf = module.rsplit(".", 2)[0], module.split(".", 3)[-1]
-        for fused, parts in _FUSED.items():
-            if leaf in parts:
-                product = self._products[f"{prefix}.{fused}"]
-                start, stop = self._bounds(f"{prefix}.{fused}")[parts.index(leaf)]
-                return _dense(product.weight)[start:stop]
-        return _dense(self._products[module].weight)
+        name = self._within.get(module, module)
+        w, own = self._products[name].weight, self._parts[name][module]
+        if isinstance(w, PackedWeight):
+            return dequantize_weight(w.rows(torch.arange(own.start, own.stop, device=self.device)), torch.float32)
+        return (w.dequantize(torch.float32) if isinstance(w, QTensor) else w.float())[own]
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> StepOutput:
@@ -192,7 +214,6 @@ class TritonRunner(TorchRunner):
         """Residual stream [T, H] before the last norm."""
         from karui.kernels.rms_norm.triton import add_rms_norm
         from karui.kernels.rope.triton import rotate
-        from karui.kernels.swiglu.triton import SwiGLU
 
         c = self.config
         total, update = self._embed(tokens.long()), None
@@ -219,9 +240,25 @@ class TritonRunner(TorchRunner):
             mixed = paged_attention(q, self._caches[i], plan, c.head_dim**-0.5, window, "triton")
             update = self._product(mixed.flatten(-2), p + "self_attn.o_proj", adapters)
             h, total = norm(update, total, p + "post_attention_layernorm.weight")
-            gate, up = self._product(h, p + "mlp.gate_up", adapters).chunk(2, -1)
-            update = self._product(SwiGLU.apply(gate, up), p + "mlp.down_proj", adapters)
+            is_mixture = c.mixture is not None and c.mixture.layers[i]
+            update = self._experts(h, p + "mlp") if is_mixture else self._gated_mlp(h, p + "mlp", adapters)
         return total + update if update is not None else total, torch.cat(aux, -1) if aux else None
+
+    def _gated_mlp(self, h: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
+        return self._product(_gated(self._product(h, f"{module}.gate_up", adapters)), f"{module}.down_proj", adapters)
+
+    def _experts(self, h: torch.Tensor, module: str) -> torch.Tensor:
+        """As `TorchRunner._mixture`, without asking the host where tokens went."""
+        m = self.config.mixture
+        assert m is not None
+        share, chosen = self._products[f"{module}.gate"](h).float().softmax(-1).topk(m.per_token, -1)
+        if m.normalized:
+            share = share / share.sum(-1, keepdim=True)
+        gate_up, down = self._products[f"{module}.experts.gate_up"], self._products[f"{module}.experts.down"]
+        out = mixture(h, chosen, share, m.experts, gate_up, _gated, down, "auto" if h.is_cuda else "triton")
+        if m.shared_width:
+            out += self._products[f"{module}.shared_expert_gate"](h).sigmoid() * self._gated_mlp(h, f"{module}.shared_expert", {})
+        return out
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits."""
@@ -238,22 +275,12 @@ class TritonRunner(TorchRunner):
     def _product(self, x: torch.Tensor, name: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
         y = self._products[name](x)
         for slot, rows in adapters.items():
-            prefix, leaf = name.split(".self_attn")[0].split(".mlp")[0], name.split(".", 3)[-1]
-            for part, (start, stop) in zip(_FUSED.get(leaf, (leaf,)), self._bounds(name)):
-                lora = self._adapters[slot].get(f"{prefix}.{part}")
+            for part, own in self._parts[name].items():
+                lora = self._adapters[slot].get(part)
                 if lora is not None:
-                    new = y[rows, start:stop] + lora.scale * F.linear(F.linear(x[rows], lora.a), lora.b)
-                    y[rows, start:stop] = new if lora.row_scale is None else new * lora.row_scale
+                    new = y[rows, own] + lora.scale * F.linear(F.linear(x[rows], lora.a), lora.b)
+                    y[rows, own] = new if lora.row_scale is None else new * lora.row_scale
         return y
-
-    def _bounds(self, name: str) -> list[tuple[int, int]]:
-        """Where each part of a fused product's output begins and ends."""
-        c, leaf = self.config, name.split(".", 3)[-1]
-        sizes = {"self_attn.qkv": [c.num_heads * c.head_dim] + [c.num_kv_heads * c.head_dim] * 2,
-                 "mlp.gate_up": [c.intermediate_size] * 2}
-        widths = sizes.get(leaf) or [self._products[name].weight.shape[0]]
-        ends = torch.tensor(widths).cumsum(0).tolist()
-        return list(zip([0, *ends], ends))
 
     # -- weights
 
@@ -266,13 +293,16 @@ class TritonRunner(TorchRunner):
         if any(b is not None for b in biases):
             zeros = [torch.zeros(w.shape[0], device=self.device, dtype=self.dtype) for w in weights]
             bias = torch.cat([z if b is None else z + b for z, b in zip(zeros, biases)])  # type: ignore[operator]
-            self._weights |= {f"{part}.bias": b for part, b in zip(parts, biases) if b is not None}
         int8_input = any(isinstance(w, QTensor) and w.spec.activation_bits == 8 for w in weights)
         joined = self._joined(name, weights)
         self._products[name] = _Product(joined, bias, int8_input, self._float8_input)
+        ends = list(accumulate((w.shape[0] for w in weights), initial=0))
+        self._parts[name] = {part: slice(start, stop) for part, start, stop in zip(parts, ends, ends[1:])}
+        self._within |= dict.fromkeys(parts, name)
+        if bias is not None:
+            self._weights |= {f"{part}.bias": bias[self._parts[name][part]] for part, b in zip(parts, biases) if b is not None}
         if isinstance(joined, torch.Tensor):
-            views = joined.split([w.shape[0] for w in weights])
-            self._weights |= {f"{part}.weight": view for part, view in zip(parts, views)}
+            self._weights |= {f"{part}.weight": joined[own] for part, own in self._parts[name].items()}
         elif isinstance(joined, QTensor):
             self._weights[f"{parts[0]}.weight"] = joined
 
@@ -284,6 +314,7 @@ class TritonRunner(TorchRunner):
             return
         try:
             self._products[_EMBEDDING] = _Product(pack_weight(w), None, False)
+            self._parts[_EMBEDDING] = {_EMBEDDING: slice(0, w.shape[0])}
         except UnsupportedError as error:
             logger.info("the embedding is dequantized in every step: %s", error)
             return
@@ -295,16 +326,17 @@ class TritonRunner(TorchRunner):
 
     def _joined(self, name: str, weights: list[QTensor | torch.Tensor]) -> torch.Tensor | PackedWeight | QTensor:
         packed: list[PackedWeight] = []
-        for w in weights:
-            if isinstance(w, QTensor):
-                try:
-                    packed.append(pack_weight(w))
-                except UnsupportedError as error:
-                    logger.info("%s is dequantized in every product: %s", name, error)
+        coded, reason = [w for w in weights if isinstance(w, QTensor)], "its parts are on different grids"
+        try:
+            packed = [pack_weight(w) for w in coded]
+        except UnsupportedError as error:
+            reason = str(error)
         kinds = {(w.form, w.bits, w.middle, w.group, w.scale.dtype, w.zero is None) for w in packed}
         if len(packed) == len(weights) and len(kinds) == 1:
             self._packed = True
             return _concatenated(packed)
+        if coded:
+            logger.info("%s is dequantized %s: %s", name, "in every product" if len(weights) == 1 else "once, here", reason)
         if len(weights) == 1:
             return weights[0]
         return torch.cat([w.dequantize(self.dtype) if isinstance(w, QTensor) else w for w in weights])
@@ -373,16 +405,12 @@ class _Graph:
     replay: Callable[[], None]
 
 
-_IN_PRODUCTS = tuple(f"{part}.weight" for part in (*(f".{p}" for ps in _FUSED.values() for p in ps), *(f".{p}" for p in _SINGLE),
-                                                   "lm_head"))
-
-
 def unsuited(config: ModelConfig, device: torch.device) -> str:
     """Why `TritonRunner` cannot serve this model on this device, or an empty string."""
     if config.model_type not in MODELS:
         return f"model type {config.model_type}"
-    if config.beyond_llama:
-        return config.beyond_llama
+    if beyond := replace(config, mixture=None).beyond_llama:
+        return beyond
     if config.head_dim > 256:
         return f"a head dimension of {config.head_dim}, more than 256"
     return obstacle(device)
@@ -397,7 +425,8 @@ def _concatenated(parts: list[PackedWeight]) -> PackedWeight:
     return replace(first, data=cat[0], scale=cat[1], zero=zero, divisor=divisor, shape=shape)
 
 
-def _dense(w: torch.Tensor | PackedWeight | QTensor) -> torch.Tensor:
-    if isinstance(w, PackedWeight):
-        return dequantize_weight(w, torch.float32)
-    return w.dequantize(torch.float32) if isinstance(w, QTensor) else w.float()
+def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of both side by side."""
+    from karui.kernels.swiglu.triton import product
+
+    return product(*gate_up.chunk(2, -1))

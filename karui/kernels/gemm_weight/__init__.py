@@ -6,6 +6,9 @@
     dequantize_weight(w, dtype)    W itself, for products large enough that cuBLAS on a decoded copy wins
     gemm_int8(x, w)                W8A8 and ternary x int8: x quantized per row, products exact in int32
     gemm_float8(x, w)              W8A8 in E4M3: x quantized per row, products on FP8 tensor cores
+
+The three products take experts too: W [E * N, K] is their weights one after the other, the rows of x are in the order of `groups`
+(`gemm_grouped.group_rows`), and y is [R, N].
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError
+from karui.kernels.gemm_grouped import Groups, gemm_grouped
 from karui.kernels.gemm_weight import reference
 from karui.kernels.pack import pack
 from karui.kernels.qtensor import QTensor
@@ -116,19 +120,22 @@ def pack_weight(q: QTensor) -> PackedWeight:
     return PackedWeight(data, scale.contiguous(), zero, table, bits, middle, (n, k), form=form, divisor=divisor)
 
 
-def gemm_weight(
-    x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto"
-) -> torch.Tensor:
+def gemm_weight(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto",
+                groups: Groups | None = None) -> torch.Tensor:  # fmt: skip
     """x [..., K] (bf16, fp16, fp32) times W^T, plus bias [N]: [..., N] in x's dtype."""
     _check(x, w.shape[1], w, "gemm_weight")
+    num_experts = _num_experts(x, w, bias, groups)
     if use_triton(backend, x.device, "gemm_weight", refused=_refused(x)):
         from karui.kernels.gemm_weight import triton
 
         rows = x.reshape(-1, w.shape[1])
-        if backend == "auto" and rows.shape[0] >= DEQUANTIZE_ROWS:
-            return torch.nn.functional.linear(x, triton.dequantize(w, x.dtype), bias)
-        return triton.gemm(rows, w, bias).view(*x.shape[:-1], w.shape[0])
-    return reference.gemm_weight(x, w, bias)
+        if backend == "auto" and rows.shape[0] >= DEQUANTIZE_ROWS * num_experts:
+            dense = triton.dequantize(w, x.dtype)
+            if groups is not None:
+                return gemm_grouped(x, dense.view(num_experts, -1, w.shape[1]), groups)
+            return torch.nn.functional.linear(x, dense, bias)
+        return triton.gemm(rows, w, bias, groups).view(*x.shape[:-1], w.shape[0] // num_experts)
+    return reference.by_expert(reference.gemm_weight, x, w, bias, groups)
 
 
 def gemm_weight_dgrad(dy: torch.Tensor, w: PackedWeight, backend: Backend = "auto") -> torch.Tensor:
@@ -153,7 +160,8 @@ def dequantize_weight(w: PackedWeight, dtype: torch.dtype = torch.bfloat16, back
     return reference.dequantize(w, dtype)
 
 
-def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto") -> torch.Tensor:
+def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto",
+              groups: Groups | None = None) -> torch.Tensor:  # fmt: skip
     """As `gemm_weight` with x rounded to int8 per row first (scale absmax / 127); W symmetric, 2 or 8 bits, scales per row.
 
     Raises:
@@ -162,16 +170,16 @@ def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None
     _check(x, w.shape[1], w, "gemm_int8")
     if not takes_int8(w):
         raise UnsupportedError("gemm_int8 takes symmetric 8-bit or ternary weights with one scale per row; use gemm_weight.")
+    num_experts = _num_experts(x, w, bias, groups)
     if use_triton(backend, x.device, "gemm_int8", refused=_refused(x)):
         from karui.kernels.gemm_weight import triton
 
-        return triton.gemm_int8(x.reshape(-1, w.shape[1]), w, bias).view(*x.shape[:-1], w.shape[0])
-    return reference.gemm_int8(x, w, bias)
+        return triton.gemm_int8(x.reshape(-1, w.shape[1]), w, bias, groups).view(*x.shape[:-1], w.shape[0] // num_experts)
+    return reference.by_expert(reference.gemm_int8, x, w, bias, groups)
 
 
-def gemm_float8(
-    x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto"
-) -> torch.Tensor:
+def gemm_float8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto",
+                groups: Groups | None = None) -> torch.Tensor:  # fmt: skip
     """As `gemm_weight` with x rounded to E4M3 per row first (scale absmax / 448); W E4M3 with one scale per row.
 
     Raises:
@@ -180,11 +188,12 @@ def gemm_float8(
     _check(x, w.shape[1], w, "gemm_float8")
     if not takes_float8(w):
         raise UnsupportedError("gemm_float8 takes E4M3 weights with one scale per row or tensor; use gemm_weight.")
+    num_experts = _num_experts(x, w, bias, groups)
     if use_triton(backend, x.device, "gemm_float8", needs=89, refused=_refused(x)):
         from karui.kernels.gemm_weight import triton
 
-        return triton.gemm_float8(x.reshape(-1, w.shape[1]), w, bias).view(*x.shape[:-1], w.shape[0])
-    return reference.gemm_float8(x, w, bias)
+        return triton.gemm_float8(x.reshape(-1, w.shape[1]), w, bias, groups).view(*x.shape[:-1], w.shape[0] // num_experts)
+    return reference.by_expert(reference.gemm_float8, x, w, bias, groups)
 
 
 def takes_group(group: int) -> bool:
@@ -205,6 +214,16 @@ def takes_float8(w: PackedWeight) -> bool:
 def _check(x: torch.Tensor, width: int, w: PackedWeight, op: str) -> None:
     if x.shape[-1] != width:
         raise KaruiError(f"{op}: expected a last dimension of {width} for a weight {w.shape}, got shape {tuple(x.shape)}.")
+
+
+def _num_experts(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None) -> int:
+    if groups is None:
+        return 1
+    experts, rows = groups.num_experts, groups.order.shape[0]
+    if x.shape[:-1] != (rows,) or w.shape[0] % experts or bias is not None:
+        raise KaruiError(f"a product of {experts} experts takes x [{rows}, K], a weight of {experts} times as many rows as the "
+                         f"output is wide, and no bias; got x {tuple(x.shape)}, weight {w.shape}.")  # fmt: skip
+    return experts
 
 
 def _refused(x: torch.Tensor) -> str:

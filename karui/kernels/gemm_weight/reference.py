@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from karui.kernels.pack import unpack
 from karui.kernels.quantize.elements import E2M1, decode
 
 if TYPE_CHECKING:
+    from karui.kernels.gemm_grouped import Groups
     from karui.kernels.gemm_weight import PackedWeight
 
 
@@ -62,3 +64,12 @@ def gemm_float8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = No
     whole = (rows.double() @ codes(w).view(torch.float8_e4m3fn).double().t()).float()
     y = whole * scale * w.scale.float().view(-1)
     return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def by_expert(product: Callable[..., torch.Tensor], x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None,
+              groups: Groups | None) -> torch.Tensor:  # fmt: skip
+    """`product`, expert by expert where there are `groups`."""
+    if groups is None:
+        return product(x, w, bias)
+    bounds, rows = groups.offsets.tolist(), torch.arange(w.shape[0], device=x.device).view(groups.num_experts, -1)
+    return torch.cat([product(x[s:e], w.rows(own)) for s, e, own in zip(bounds, bounds[1:], rows)])

@@ -8,6 +8,9 @@ the 128 and the zero point leave through the sum of the inputs, once per group, 
 of 16 are too short for a product each: their scales, E4M3, go onto the decoded values, exactly.
 
 Few rows do not fill a GPU with tiles of N alone: K is split too, and the parts are added in a fixed order by `_add_parts`.
+
+Experts: the rows of x are sorted by expert, and W [E * N, K] is their weights one after the other. A tile of rows then comes from
+the list of `gemm_grouped.group_rows`; programs of its unused places have no steps and no rows to store.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from karui.kernels.gemm_grouped import Groups
 from karui.kernels.gemm_weight import PackedWeight
 from karui.kernels.triton_support import capability, interpreting, num_processors
 from karui.kernels.triton_support.codecs import decode_e2m1, decode_e4m3, encode_e4m3
@@ -74,9 +78,19 @@ def _factor(scale_ptr, at, keep, divisor, FORM: tl.constexpr):
 
 
 @triton.jit
-def _store(y_ptr, bias_ptr, y, m, n, M, N, part, BIAS: tl.constexpr, PARTS: tl.constexpr):
+def _tile(tiles_ptr, M, BM: tl.constexpr, GROUPED: tl.constexpr):
+    """(expert, first row, end of the rows) of this program."""
+    at = tl.program_id(1)
+    if GROUPED:
+        return tl.load(tiles_ptr + 3 * at), tl.load(tiles_ptr + 3 * at + 1), tl.load(tiles_ptr + 3 * at + 2)
+    else:
+        return at * 0, at * BM, M
+
+
+@triton.jit
+def _store(y_ptr, bias_ptr, y, m, n, end, M, N, part, BIAS: tl.constexpr, PARTS: tl.constexpr):
     """A tile [BN, BM], plus bias, into y [M, N]; or as one of the fp32 parts [parts, M, N] that `_add_parts` sums."""
-    keep = (n[:, None] < N) & (m[None, :] < M)
+    keep = (n[:, None] < N) & (m[None, :] < end)
     if PARTS:
         tl.store(y_ptr + (part.to(tl.int64) * M + m[None, :]) * N + n[:, None], y, keep)
     else:
@@ -86,10 +100,11 @@ def _store(y_ptr, bias_ptr, y, m, n, M, N, part, BIAS: tl.constexpr, PARTS: tl.c
 
 
 @triton.jit
-def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a_ptr, b_ptr, y_ptr, low_ptr, M, N, K, R,
-          stride_x, num_groups, group, steps, scaling, MIDDLE: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr,
+def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a_ptr, b_ptr, y_ptr, low_ptr, tiles_ptr, M, N, K,
+          R, stride_x, num_groups, group, steps, scaling, MIDDLE: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr,
           HARD: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, LORA: tl.constexpr,
-          PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+          PARTS: tl.constexpr, GROUPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+          BR: tl.constexpr):  # fmt: skip
     """Steps of BK inputs, a step within one group (nvfp4: of several); program (n, m, part).
 
     LORA: y += B low, low = scaling A x [R, M] of the same reading of x; A [R, K] and B [N, R] dense, low_ptr [parts, M, R].
@@ -97,28 +112,32 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
     EACH: tl.constexpr = 8 // BITS
     WIDE: tl.constexpr = BK // EACH
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    expert, first, end = _tile(tiles_ptr, M, BM, GROUPED)
+    m = first + tl.arange(0, BM)
     part = tl.program_id(2)
     num_bytes = K // EACH
     j = tl.arange(0, WIDE)
     # unmasked reads of rows beyond N or M go to the last one, and are never stored
-    row = tl.minimum(n, N - 1)
+    row = expert * N + tl.minimum(n, N - 1)
     w_row = w_ptr + row.to(tl.int64)[:, None] * num_bytes + j[None, :]
-    x_row = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[None, :] * stride_x + EACH * j[:, None]
+    x_row = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[None, :] * stride_x + EACH * j[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
     r = tl.arange(0, BR)
     a_row = a_ptr + r[:, None] * K + EACH * j[None, :]
     low = tl.zeros([BR, BM], tl.float32)
     MAGIC: tl.constexpr = BITS == 4 and FORM == 0 and x_ptr.dtype.element_ty == tl.bfloat16
-    for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, BK))):
+    stop = tl.minimum((part + 1) * steps, tl.cdiv(K, BK))
+    if GROUPED:
+        stop = tl.where(first < end, stop, 0)
+    for step in range(part * steps, stop):
         inside = step * WIDE + j < num_bytes
         packed = tl.load(w_row + step * WIDE, inside[None, :], 0)
         product = tl.zeros([BN, BM], tl.float32)
         total = tl.zeros([BM], tl.float32)
         if MAGIC:
-            first, second = _halves(packed)
+            low_half, high_half = _halves(packed)
             if HIGH_FIRST:
-                first, second = second, first
+                low_half, high_half = high_half, low_half
         if FORM == 3:
             block = step * (BK // 16) + tl.arange(0, BK // 16)
             byte = tl.load(scale_ptr + row[:, None] * num_groups + block[None, :], block[None, :] < num_groups, 0)
@@ -127,7 +146,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
         for place in tl.static_range(EACH):
             x = tl.load(x_row + step * BK + place, inside[:, None], 0.0)
             if MAGIC:
-                value = first if place == 0 else second
+                value = low_half if place == 0 else high_half
             else:
                 value = _value(packed, EACH - 1 - place if HIGH_FIRST else place, BITS, table_ptr, FORM, HARD)
                 if FORM == 3:
@@ -159,7 +178,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
             tl.store(to, rounded, (r[:, None] < R) & (m[None, :] < M))
         b = tl.load(b_ptr + row[:, None] * R + r[None, :], r[None, :] < R, 0.0)
         acc = dot(b, rounded, acc)
-    _store(y_ptr, bias_ptr, acc, m, n, M, N, part, BIAS, PARTS)
+    _store(y_ptr, bias_ptr, acc, m, n, end, M, N, part, BIAS, PARTS)
 
 
 @triton.jit
@@ -264,20 +283,25 @@ def _code_rows(x_ptr, codes_ptr, scale_ptr, stride_x, K, FLOAT8: tl.constexpr, B
 
 
 @triton.jit
-def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, M, N, K, steps, MIDDLE: tl.constexpr,
-                BITS: tl.constexpr, FLOAT8: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
-                BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, tiles_ptr, M, N, K, steps, MIDDLE: tl.constexpr,
+                BITS: tl.constexpr, FLOAT8: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr,
+                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Codes times codes, scales at the end: int8 or ternary in int32, E4M3 in fp32; program (n, m, part of K)."""
     EACH: tl.constexpr = 8 // BITS
     WIDE: tl.constexpr = BK // EACH
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    expert, first, end = _tile(tiles_ptr, M, BM, GROUPED)
+    m = first + tl.arange(0, BM)
     part = tl.program_id(2)
     j = tl.arange(0, WIDE)
-    w_row = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * (K // EACH) + j[None, :]
-    x_row = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[None, :] * K + EACH * j[:, None]
+    row = expert * N + tl.minimum(n, N - 1)
+    w_row = w_ptr + row.to(tl.int64)[:, None] * (K // EACH) + j[None, :]
+    x_row = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[None, :] * K + EACH * j[:, None]
     acc = tl.zeros([BN, BM], tl.float32 if FLOAT8 else tl.int32)
-    for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, BK))):
+    stop = tl.minimum((part + 1) * steps, tl.cdiv(K, BK))
+    if GROUPED:
+        stop = tl.where(first < end, stop, 0)
+    for step in range(part * steps, stop):
         inside = step * WIDE + j < K // EACH
         packed = tl.load(w_row + step * WIDE, inside[None, :], 0)
         if FLOAT8:
@@ -288,9 +312,9 @@ def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, M, N, K
                 x = tl.load(x_row + step * BK + place, inside[:, None], 0)
                 code = ((packed.to(tl.int32) >> (place * BITS)) & ((1 << BITS) - 1)) - MIDDLE
                 acc = tl.dot(code.to(tl.int8), x, acc, out_dtype=tl.int32)
-    y = acc.to(tl.float32) * tl.load(x_scale_ptr + m, m < M, 0.0)[None, :]
-    y *= tl.load(w_scale_ptr + n, n < N, 0.0).to(tl.float32)[:, None]
-    _store(y_ptr, bias_ptr, y, m, n, M, N, part, BIAS, PARTS)
+    y = acc.to(tl.float32) * tl.load(x_scale_ptr + m, m < end, 0.0)[None, :]
+    y *= tl.load(w_scale_ptr + row).to(tl.float32)[:, None]
+    _store(y_ptr, bias_ptr, y, m, n, end, M, N, part, BIAS, PARTS)
 
 
 _FORMS = {"int": 0, "table": 1, "e4m3": 2, "nvfp4": 3}
@@ -306,9 +330,9 @@ def _parts_of(w: PackedWeight) -> dict[str, Any]:
             "FORM": _FORMS[w.form], "HARD": hard, "HIGH_FIRST": w.high_first, "ZERO": w.zero is not None}  # fmt: skip
 
 
-def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None = None) -> torch.Tensor:
     """y [M, N] of x [M, K]."""
-    return _product(x, w, bias, None)[0]
+    return _product(x, w, bias, None, groups)[0]
 
 
 def gemm_lora(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
@@ -319,9 +343,9 @@ def gemm_lora(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, a: to
     return y, low
 
 
-def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None,
-             lora: tuple[torch.Tensor, torch.Tensor, float] | None) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    (m, k), n = x.shape, w.shape[0]
+def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, lora: tuple[torch.Tensor, torch.Tensor, float] | None,
+             groups: Groups | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    (m, k), n = x.shape, w.shape[0] // (1 if groups is None else groups.num_experts)
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     a, b, scaling = (x, x, 0.0) if lora is None else (lora[0].contiguous(), lora[1].contiguous(), lora[2])
@@ -329,28 +353,35 @@ def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None,
     if not m:
         return y, None if lora is None else x.new_empty(0, rank)
     step = 128 if w.form == "nvfp4" or w.group == k else min(w.group, 128)
-    bm = min(max(16, triton.next_power_of_2(m)), 64)
+    bm, row_tiles, tiles_of = _row_tiles(x, groups)
     candidates = [config(4, 4, BM=bm, BN=64), config(4, 5, BM=bm, BN=32), config(8, 4, BM=bm, BN=128)]
     processors = num_processors(x.device)
     lows: list[torch.Tensor] = []
 
     def run(c: Config) -> None:
-        tiles = triton.cdiv(n, c["BN"]) * triton.cdiv(m, bm)
-        num_steps = triton.cdiv(k, step)
-        parts, steps = _split(tiles, num_steps, processors)
+        parts, steps = _split(triton.cdiv(n, c["BN"]) * row_tiles, triton.cdiv(k, step), processors)
         out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device) if parts > 1 else y
         lows[:] = [x.new_empty(parts, m, rank)] if rank else [y]
-        _gemm[(triton.cdiv(n, c["BN"]), triton.cdiv(m, bm), parts)](
-            x_ptr=x, **_parts_of(w), bias_ptr=x if bias is None else bias, a_ptr=a, b_ptr=b, y_ptr=out, low_ptr=lows[0], M=m,
-            R=rank, stride_x=x.stride(0), steps=steps, scaling=scaling, BIAS=bias is not None, LORA=rank > 0, PARTS=parts > 1,
-            BK=step, BR=max(16, triton.next_power_of_2(rank)), **c())  # fmt: skip
+        _gemm[(triton.cdiv(n, c["BN"]), row_tiles, parts)](
+            x_ptr=x, **(_parts_of(w) | {"N": n}), bias_ptr=x if bias is None else bias, a_ptr=a, b_ptr=b, y_ptr=out,
+            low_ptr=lows[0], tiles_ptr=tiles_of, M=m, R=rank, stride_x=x.stride(0), steps=steps, scaling=scaling,
+            BIAS=bias is not None, LORA=rank > 0, PARTS=parts > 1, GROUPED=groups is not None, BK=step,
+            BR=max(16, triton.next_power_of_2(rank)), **c())  # fmt: skip
         if parts > 1:
             _add(out, bias, y)
 
-    launch(("gemm_weight", w.bits, w.form, w.group, bm, n, k, rank, x.dtype), candidates, run, x.device)
+    launch(("gemm_weight", w.bits, w.form, w.group, bm, n, k, rank, groups is None, x.dtype), candidates, run, x.device)
     if not rank:
         return y, None
     return y, lows[0][0] if lows[0].shape[0] == 1 else lows[0].sum(0)
+
+
+def _row_tiles(x: torch.Tensor, groups: Groups | None) -> tuple[int, int, torch.Tensor]:
+    """(rows of a tile, number of such tiles, the list that they are taken from: anything without groups)."""
+    if groups is not None:
+        return groups.block, groups.tiles.shape[0], groups.tiles
+    rows = min(max(16, triton.next_power_of_2(x.shape[0])), 64)
+    return rows, triton.cdiv(x.shape[0], rows), x
 
 
 def _split(tiles: int, num_steps: int, processors: int) -> tuple[int, int]:
@@ -404,19 +435,19 @@ def _pulled(dy: torch.Tensor, w: PackedWeight,
     return dx, low
 
 
-def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None = None) -> torch.Tensor:
     """y [M, N] of x [M, K] rounded to int8 per row."""
-    return _coded(x, w, bias, float8=False)
+    return _coded(x, w, bias, groups, float8=False)
 
 
-def gemm_float8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def gemm_float8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None = None) -> torch.Tensor:
     """y [M, N] of x [M, K] rounded to E4M3 per row."""
-    return _coded(x, w, bias, float8=True)
+    return _coded(x, w, bias, groups, float8=True)
 
 
-def _coded(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, float8: bool) -> torch.Tensor:
+def _coded(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None, float8: bool) -> torch.Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    (m, k), n = x.shape, w.shape[0]
+    (m, k), n = x.shape, w.shape[0] // (1 if groups is None else groups.num_experts)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if not m:
         return y
@@ -424,28 +455,28 @@ def _coded(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, float8: 
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     _code_rows[(m,)](x, codes, scale, x.stride(0), k, FLOAT8=float8, BLOCK=triton.next_power_of_2(k),
                      num_warps=8 if k > 2048 else 4)  # fmt: skip
-    bm = min(max(16, triton.next_power_of_2(m)), 64)
+    bm, row_tiles, tiles_of = _row_tiles(x, groups)
     processors = num_processors(x.device)
 
     def run(c: Config) -> None:
-        grid = triton.cdiv(n, c["BN"]), triton.cdiv(m, bm)
+        grid = triton.cdiv(n, c["BN"]), row_tiles
         parts, steps = _split(grid[0] * grid[1], triton.cdiv(k, 128), processors)
         out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device) if parts > 1 else y
-        _gemm_codes[(*grid, parts)](codes, w.data, scale, w.scale, x if bias is None else bias, out, m, n, k, steps,
-                                    MIDDLE=w.middle, BITS=w.bits, FLOAT8=float8, BIAS=bias is not None, PARTS=parts > 1, BK=128,
-                                    **c())  # fmt: skip
+        _gemm_codes[(*grid, parts)](codes, w.data, scale, w.scale, x if bias is None else bias, out, tiles_of, m, n, k, steps,
+                                    MIDDLE=w.middle, BITS=w.bits, FLOAT8=float8, BIAS=bias is not None, PARTS=parts > 1,
+                                    GROUPED=groups is not None, BK=128, **c())  # fmt: skip
         if parts > 1:
             _add(out, bias, y)
 
     candidates = [config(4, 4, BM=bm, BN=64), config(4, 4, BM=bm, BN=128)]
-    launch(("gemm_codes", float8, w.bits, bm, n, k, x.dtype), candidates, run, x.device)
+    launch(("gemm_codes", float8, w.bits, bm, n, k, groups is None, x.dtype), candidates, run, x.device)
     return y
 
 
 def offline_cases() -> list[Case]:
     pointers = {"x_ptr": "*bf16", "w_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*u8", "table_ptr": "*fp32",
                 "divisor_ptr": "*fp32", "bias_ptr": "*bf16", "a_ptr": "*bf16", "b_ptr": "*bf16", "y_ptr": "*fp32",
-                "low_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "scaling": "fp32"}  # fmt: skip
+                "low_ptr": "*bf16", "tiles_ptr": "*i32", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "scaling": "fp32"}  # fmt: skip
     every = pointers | {n: "i32" for n in ("M", "N", "K", "R", "stride_x", "stride_dy", "num_groups", "group", "steps")}
 
     def types(kernel: Any, **changed: str) -> dict[str, str]:
@@ -463,13 +494,15 @@ def offline_cases() -> list[Case]:
         ("nf4 g64", 4, 1, False, 64, 0, bf16), ("ternary", 2, 0, False, 128, 0, bf16), ("int8", 8, 0, False, 128, 0, bf16),
         ("fp8", 8, 2, False, 128, 0, e4m3), ("nvfp4", 4, 3, False, 128, 0, bf16),
         ("nf4 lora", 4, 1, False, 64, 16, bf16), ("int4 lora", 4, 0, False, 64, 64, lop3),
+        ("int4 g128 experts", 4, 0, False, 128, 0, lop3), ("nvfp4 experts", 4, 3, False, 128, 0, bf16),
     ]:  # fmt: skip
         signature = types(_gemm, **({"scale_ptr": "*u8"} if form == 3 else {}))
         for cc, pattern in expects.items():
             constants = {"MIDDLE": 2 ** (bits - 1) if form == 0 and not zero else 0, "BITS": bits, "FORM": form, "HARD": cc >= 89,
                          "HIGH_FIRST": form == 1, "ZERO": zero, "BIAS": False, "LORA": lora > 0, "PARTS": lora == 0,
-                         "BM": 64 if lora else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
-            quick = (90,) if name in ("int4 g128", "nf4 lora") else ()
+                         "GROUPED": "experts" in name, "BM": 64 if lora else 16, "BN": 64, "BK": bk,
+                         "BR": max(16, lora)}  # fmt: skip
+            quick = (90,) if name in ("int4 g128", "nf4 lora", "int4 g128 experts") else ()
             cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4, 4, odd, quick))
     shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
     for lora in (0, 16):
@@ -479,16 +512,16 @@ def offline_cases() -> list[Case]:
     cases.append(Case("gemm_weight dequantize nf4", _dequantize, types(_dequantize, y_ptr="*bf16"),
                       shared | {"BN": 16, "BK": 512}, {cc: r"ld\.global" for cc in WIDE_LOADS}, odd=odd, quick=()))  # fmt: skip
     whole = {"x_ptr": "*i8", "w_ptr": "*u8", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16",
-             "y_ptr": "*bf16", "M": "i32", "N": "i32", "K": "i32", "steps": "i32"}  # fmt: skip
-    for bits, float8 in ((8, False), (2, False), (8, True)):
+             "y_ptr": "*bf16", "tiles_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32", "steps": "i32"}  # fmt: skip
+    for bits, float8, grouped in ((8, False, False), (2, False, False), (8, True, False), (8, False, True)):
         kind, at_90, ccs = ("e4m3", r"(wgmma\.mma_async|mma\.sync)", (89, 90, 100, 120)) if float8 else (
             "s8", r"(wgmma\.mma_async|mma\.sync)", (80, 90, 100, 120))
         patterns = {cc: (at_90 if cc == 90 else r"mma\.sync") + rf"[.a-z0-9]*{kind}" for cc in ccs}
         if float8:
             patterns[100] = r"tcgen05\.mma|mma\.sync[.a-z0-9]*e4m3"
         constants = {"MIDDLE": 0 if float8 else 128 if bits == 8 else 1, "BITS": bits, "FLOAT8": float8, "BIAS": False,
-                     "PARTS": False, "BM": 16, "BN": 64, "BK": 128}  # fmt: skip
-        cases.append(Case(f"gemm_{'float8' if float8 else 'int8'} {bits} bit", _gemm_codes,
+                     "PARTS": False, "GROUPED": grouped, "BM": 16, "BN": 64, "BK": 128}  # fmt: skip
+        cases.append(Case(f"gemm_{'float8' if float8 else 'int8'} {bits} bit{' experts' if grouped else ''}", _gemm_codes,
                           whole | ({"x_ptr": "*u8"} if float8 else {}), constants, patterns, 4, 4, ("M", "steps"),
                           (90,) if float8 else ()))  # fmt: skip
     return cases

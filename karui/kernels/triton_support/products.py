@@ -14,12 +14,12 @@ _INTERPRETED = tl.constexpr(interpreting())
 
 
 @triton.jit
-def dot(a, b, acc):
-    """acc + a @ b, accumulated in fp32 (int32 for int8)."""
+def dot(a, b, acc, precision: tl.constexpr = "tf32"):
+    """acc + a @ b, accumulated in fp32 (int32 for int8); `precision` is fp32 operands' on a GPU."""
     if _INTERPRETED:
         if a.dtype == tl.bfloat16:
             a = a.to(tl.float32)
         if b.dtype == tl.bfloat16:
             b = b.to(tl.float32)
         return tl.dot(a, b, acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
+    return tl.dot(a, b, acc, input_precision=precision)

@@ -116,6 +116,55 @@ def test_parts_with_scales_of_their_own_are_one_weight(device, rng):
     close(gemm_weight(x, joined, backend="triton"), x.double() @ whole.double().t(), torch.float32)
 
 
+def experts(spec, counts, n, k, device, rng):
+    """A weight of experts one after the other, and the groups of rows that were sent to them."""
+    from karui.kernels.gemm_grouped import group_rows
+
+    q, w = weight(spec, n * len(counts), k, device, rng)
+    chosen = torch.arange(len(counts), device=device).repeat_interleave(torch.tensor(counts, device=device))
+    return q.dequantize().view(len(counts), n, k), w, group_rows(chosen, len(counts), "triton")
+
+
+@pytest.mark.parametrize(("spec", "counts", "steps"), [
+    ("w4g32", (1, 0, 2, 0), 9), ("w4g128", (0, 70, 19), 2), ("w4g64a", (3, 1), 2), ("w8", (40, 0, 30), 1), ("w1.58", (1,), 2), ("nf4", (2, 17), 3),
+    ("mxfp4", (0, 1), 9), ("fp8", (5, 0, 4), 1), ("nvfp4", (0, 0, 20, 3), 2)])  # fmt: skip
+def test_experts(spec, counts, steps, device, rng):
+    k = steps * (32 if spec in ("w4g32", "mxfp4") else 64 if "g64" in spec or spec == "nf4" else 128)
+    dense, w, groups = experts(spec, counts, 37, k, device, rng)
+    x = torch.randn(sum(counts), k, generator=rng, device=device)
+    for dtype in (torch.float32, torch.bfloat16) if spec == "w4g32" else (torch.bfloat16,):
+        rows = x.to(dtype)
+        want = torch.cat([part.double() @ e.double().t() for part, e in zip(rows.split(list(counts)), dense)])
+        close(gemm_weight(rows, w, backend="triton", groups=groups), want, dtype)
+    close(gemm_weight(x, w, backend="torch", groups=groups), torch.cat([p.double() @ e.double().t() for p, e in zip(x.split(list(counts)), dense)]), torch.float32)
+
+
+@pytest.mark.parametrize(("spec", "product"), [("w8", gemm_int8), ("w1.58", gemm_int8), ("fp8", gemm_float8)])
+def test_experts_on_codes(spec, product, device, rng):
+    _, w, groups = experts(spec, (3, 0, 18), 37, 640, device, rng)
+    x = torch.randn(21, 640, generator=rng, device=device)
+    torch.testing.assert_close(product(x, w, backend="triton", groups=groups), product(x, w, backend="torch", groups=groups), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_are_decoded_once_for_many_rows(device, rng, monkeypatch):
+    """As on a GPU, where `auto` decodes all of W and multiplies dense experts."""
+    from karui.kernels import gemm_weight as module
+
+    dense, w, groups = experts("w4g32", (5, 3), 37, 64, device, rng)
+    x = torch.randn(8, 64, generator=rng, device=device)
+    monkeypatch.setattr(module, "use_triton", lambda *a, **k: True)
+    monkeypatch.setattr(module, "DEQUANTIZE_ROWS", 4)
+    want = torch.cat([part.double() @ e.double().t() for part, e in zip(x.split([5, 3]), dense)])
+    close(gemm_weight(x, w, groups=groups), want, torch.float32)
+
+
+def test_experts_refused(device, rng):
+    _, w, groups = experts("w8", (3, 1), 10, 32, device, rng)
+    for x, bias in ((torch.ones(5, 32, device=device), None), (torch.ones(4, 32, device=device), torch.ones(10, device=device))):
+        with pytest.raises(KaruiError, match=r"a product of 2 experts takes x \[4, K\]"):
+            gemm_weight(x, w, bias, groups=groups)
+
+
 def test_refusals(device, rng):
     with pytest.raises(UnsupportedError, match="no packed kernel for w3g32"):
         weight("w3g32", 4, 32, device, rng)

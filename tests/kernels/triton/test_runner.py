@@ -8,31 +8,33 @@ import torch
 from karui.configs.errors import UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.inference.batch import StepBatch
-from karui.inference.models.config import ModelConfig
+from karui.inference.models.config import Mixture, ModelConfig
 from karui.inference.models.decoder import LoraWeights, TorchRunner
+from karui.inference.models.weights import expected_shapes
 from karui.kernels.quantize import quantize
 
 CONFIG = ModelConfig(model_type="qwen3", vocab_size=29, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
                      head_dim=8, norm_eps=1e-5, rope_theta=1e4, max_context=64, tied=True, qk_norm=True)  # fmt: skip
 
 
+MIXTURES = {
+    "mixtral": dict(mixture=Mixture(5, 2, 24, True, 0, (True, True)), sliding_window=(3, None)),
+    "qwen2_moe": dict(mixture=Mixture(4, 2, 24, False, 40, (True, False)), qkv_bias=True),
+    "qwen3_moe": dict(mixture=Mixture(6, 3, 24, True, 0, (False, True)), qk_norm=True),
+}
+
+
+def with_experts(kind, **changes):
+    plain = dataclasses.replace(CONFIG, model_type=kind, qk_norm=False, tied=False)
+    return dataclasses.replace(plain, **(MIXTURES[kind] | changes))
+
+
 def weights(config, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    h, d, f = config.hidden_size, config.head_dim, config.intermediate_size
-    shapes = {"model.embed_tokens": (config.vocab_size, h), "model.norm": (h,)}
-    if not config.tied:
-        shapes["lm_head"] = (config.vocab_size, h)
-    for i in range(config.num_layers):
-        p = f"model.layers.{i}."
-        shapes |= {p + "self_attn.q_proj": (config.num_heads * d, h), p + "self_attn.k_proj": (config.num_kv_heads * d, h),
-                   p + "self_attn.v_proj": (config.num_kv_heads * d, h), p + "self_attn.o_proj": (h, config.num_heads * d),
-                   p + "mlp.gate_proj": (f, h), p + "mlp.up_proj": (f, h), p + "mlp.down_proj": (h, f),
-                   p + "input_layernorm": (h,), p + "post_attention_layernorm": (h,)}  # fmt: skip
-        if config.qk_norm:
-            shapes |= {p + "self_attn.q_norm": (d,), p + "self_attn.k_norm": (d,)}
-    made = {n + ".weight": torch.randn(s, generator=g) * (0.3 if len(s) > 1 else 0.1) + (len(s) == 1) for n, s in shapes.items()}
-    if config.qkv_bias:
-        made |= {n.replace(".weight", ".bias"): torch.randn(w.shape[0], generator=g) for n, w in made.items() if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
+    g, made = torch.Generator().manual_seed(seed), {}
+    for name, shape in expected_shapes(config).items():
+        made[name] = torch.randn(shape, generator=g)
+        if not name.endswith("bias"):
+            made[name] = made[name] * 0.3 if len(shape) > 1 else made[name] * 0.1 + 1
     return made
 
 
@@ -86,7 +88,62 @@ def test_windows_biases_and_an_own_head(device):
 
 
 def on_grid(spec, config=CONFIG):
-    return {n: quantize(w, QuantSpec.parse(spec)) if w.ndim == 2 and "embed" not in n else w for n, w in weights(config).items()}
+    """All linears but those that choose or weigh experts, as every method leaves them."""
+    kept = ("embed_tokens.weight", "mlp.gate.weight", "shared_expert_gate.weight")
+    return {n: quantize(w, QuantSpec.parse(spec)) if w.ndim == 2 and not n.endswith(kept) else w for n, w in weights(config).items()}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures(kind, device):
+    """Dense experts: views of one product, updated in parts; nothing of a step asks the host where tokens went."""
+    config = with_experts(kind)
+    fast, plain = compare(config, weights(config), device=device)
+    assert fast.weight_bytes() == plain.weight_bytes() and fast.supports_partial_weights
+    for module in ("self_attn.v_proj", "mlp.experts.2.up_proj", "mlp.experts.0.down_proj", "mlp.gate"):
+        layer = config.mixture.layers.index(True)
+        assert torch.equal(fast.dense_weight(f"model.layers.{layer}.{module}"), plain.dense_weight(f"model.layers.{layer}.{module}"))
+    name = f"model.layers.{layer}.mlp.experts.3.gate_proj.weight"
+    for runner in (fast, plain):
+        runner.load_weights({name: weights(config)[name] * -2}, partial=True)
+    got, want = (runner.forward(next(steps())).logits for runner in (fast, plain))
+    assert (got - want).abs().max() <= (1e-4 if device.type == "cpu" else 6e-2) * want.abs().max()
+
+
+@pytest.mark.parametrize(("kind", "spec"), [("mixtral", "w4g32"), ("qwen2_moe", "w8a8"), ("qwen3_moe", "nvfp4"), ("qwen3_moe", "w3g32")])
+def test_experts_on_a_grid(kind, spec, device):
+    """Codes stay packed; a grid without a kernel is decoded when it is loaded."""
+    config = with_experts(kind, hidden_size=64)
+    config = dataclasses.replace(config, mixture=dataclasses.replace(config.mixture, width=32, shared_width=64 if config.mixture.shared_width else 0))
+    fast, plain = compare(config, on_grid(spec, config), device=device)
+    layer = config.mixture.layers.index(True)
+    for module in (f"model.layers.{layer}.mlp.experts.1.up_proj", f"model.layers.{layer}.mlp.experts.3.down_proj"):
+        assert torch.equal(fast.dense_weight(module), plain.dense_weight(module))
+    assert fast._packed is (spec != "w3g32") and (fast.weight_bytes() < plain.weight_bytes()) is (spec in ("w4g32", "nvfp4"))
+
+
+def test_experts_on_two_grids_are_decoded_once(device, caplog):
+    config = with_experts("qwen3_moe")
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    made = on_grid("w8", config) | {name: quantize(weights(config)[name], QuantSpec.parse("fp8"))}
+    with caplog.at_level("INFO", "karui.inference.models.gpu"):
+        compare(config, made, device=device)
+    assert [r.getMessage() for r in caplog.records] == [
+        "model.layers.1.mlp.experts.down is dequantized once, here: its parts are on different grids"]
+
+
+def test_experts_with_inputs_in_fp8(device):
+    config = with_experts("qwen3_moe")
+    compare(config, on_grid("fp8", config), device=device, activation_bits=8, bound=0.35)
+
+
+def test_an_adapter_of_experts_or_their_router_is_refused():
+    from karui.inference.models.gpu import TritonRunner
+
+    config = with_experts("mixtral")
+    runner = TritonRunner(config, weights(config), "cpu", torch.float32)
+    for module, said in (("mlp.experts.0.up_proj", "adapters of experts"), ("mlp.gate", "adapters of experts and their router")):
+        with pytest.raises(UnsupportedError, match=said):
+            runner.set_adapter(0, {f"model.layers.0.{module}": LoraWeights(torch.ones(1, 32), torch.ones(5, 1), 1.0)})
 
 
 @pytest.mark.parametrize(("spec", "kv_dtype"), [("fp8", "fp8"), ("nvfp4", "float16"), ("w8a8", "int8"), ("w1.58a8", "float32")])
