@@ -2,6 +2,7 @@
 
     RMSNorm     keeps its input and one value per row
     gated MLP   keeps gate and up; with an adapter on down_proj not even their product
+    experts     on a GPU rows sorted by expert, one product for all of them; frozen ones keep no rows
     attention   takes q, k, v as projected and rotates them on the way
     last layer  after its attention only the rows that carry loss go on: nothing else looks at them
     linear      in bf16 where `run.matmul` asks for it
@@ -21,7 +22,9 @@ import torch
 from torch import nn
 
 from karui.kernels.document_attention import document_attention, rotate
+from karui.kernels.gemm_grouped import Groups, gemm_grouped
 from karui.kernels.linear import linear
+from karui.kernels.mixture import mixture
 from karui.kernels.rms_norm import rms_norm
 from karui.kernels.swiglu import swiglu
 from karui.trainers.context import context_attention
@@ -62,6 +65,32 @@ class LeanGate:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = self.mlp.gate_proj(x), self.mlp.up_proj(x), self.mlp.down_proj
         return down.gated(gate, up) if hasattr(down, "gated") else down(swiglu(gate, up))
+
+
+class LeanExperts:
+    """Fused experts in bf16 or fp16 on a GPU by karui's grouped product; elsewhere the module's own forward."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.own = module, module.forward
+
+    def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        device, m = hidden_states.device.type, self.module
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+        if device != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+            return self.own(hidden_states, top_k_index, top_k_weights)
+        with torch.autocast(device, enabled=False):
+            gate_up, down = (partial(_grouped, weight=w.to(dtype)) for w in (m.gate_up_proj, m.down_proj))
+            y = mixture(hidden_states.to(dtype), top_k_index, top_k_weights, m.num_experts, gate_up, _halves_gated, down)
+        return y.to(hidden_states.dtype)
+
+
+def _grouped(rows: torch.Tensor, groups: Groups, weight: torch.Tensor) -> torch.Tensor:
+    return gemm_grouped(rows, weight, groups)
+
+
+def _halves_gated(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return swiglu(gate, up)
 
 
 class LeanLinear:
@@ -158,6 +187,20 @@ def _gate_fits(module: Any, config: Any) -> bool:
     return _same(activation(probe), torch.nn.functional.silu(probe))
 
 
+def _experts_fit(module: Any, config: Any) -> bool:
+    """Two plain matrices an expert, [gate; up] and down, behind SiLU; all experts here."""
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    if not all(isinstance(w, nn.Parameter) and w.ndim == 3 for w in weights) or not hasattr(module, "_apply_gate"):
+        return False
+    odd = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+    if any(getattr(module, flag, False) for flag in odd):
+        return False
+    if not all(getattr(module, flag, True) for flag in ("has_gate", "is_concatenated")):
+        return False
+    probe = torch.linspace(-6, 6, 98).view(7, 14)
+    return _same(module._apply_gate(probe), _halves_gated(probe))
+
+
 def _attention_fits(module: Any, config: Any) -> bool:
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
     if not all(hasattr(module, n) for n in names) or config is None or bool(getattr(module, "attention_dropout", 0)):
@@ -224,6 +267,6 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 _KINDS: dict[str, Any] = {"rms_norm": _norm_fits, "swiglu": _gate_fits, "attention": _attention_fits, "last_layer": _layer_fits,
-                          "linear": _linear_fits}
+                          "experts": _experts_fit, "linear": _linear_fits}
 _FORMS: dict[str, Any] = {"rms_norm": LeanNorm, "swiglu": LeanGate, "attention": LeanAttention, "last_layer": LeanLastLayer,
-                          "linear": LeanLinear}
+                          "experts": LeanExperts, "linear": LeanLinear}

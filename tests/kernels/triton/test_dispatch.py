@@ -1,5 +1,6 @@
 """Behavioural: what is chosen by device runs: whole paths on tensors that say "cuda" and mix with nothing on the CPU (`pretend`)."""
 
+import copy
 import importlib
 
 import pytest
@@ -13,7 +14,7 @@ from karui.kernels import triton_support
 from karui.kernels.quantize import quantize
 from karui.kernels.triton_support.offline import MODULES
 from tests.kernels.triton.pretend import PretendGpu, backward_too
-from tests.kernels.triton.test_runner import CONFIG, on_grid
+from tests.kernels.triton.test_runner import CONFIG, on_grid, with_experts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests run on the GPU that is here")
 GRIDS = ("w4g32", "w4g128a", "w8t", "w1.58", "w1", "nf4", "nf4dq", "fp8", "fp8t", "mxfp8", "mxfp4", "nvfp4")
@@ -87,6 +88,56 @@ def test_a_step_of_lora_as_the_trainer_runs_it(base, gpu, monkeypatch):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
 
 
+SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+         "max_position_embeddings": 32, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "adapted", "changes"), [
+    ("mixtral", True, {"num_local_experts": 4}),
+    ("qwen2_moe", False, {"num_experts": 4, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    ("qwen3_moe", False, {"num_experts": 5, "norm_topk_prob": True})])  # fmt: skip
+def test_a_step_of_a_mixture_as_the_trainer_runs_it(kind, adapted, changes, gpu, monkeypatch):
+    """Loss and gradients of the model as transformers computes it in fp32 on the CPU; frozen experts get none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from karui.adapters.lora import attach
+    from karui.configs.steps import LoraStep
+    from karui.kernels.gemm_grouped import triton as kernel
+    from karui.trainers.data import IGNORE
+    from karui.trainers.model import ATTENTION, LossSum, install_lean_ops, register_attention
+
+    called, real = [], kernel._product
+    monkeypatch.setattr(kernel, "_product", lambda *a: called.append(a[4]) or real(*a))
+    register_attention()
+    torch.manual_seed(1)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **changes), attn_implementation=ATTENTION).float()
+    with torch.no_grad():
+        for name, p in plain.named_parameters():  # routers far from ties
+            p.copy_(torch.randn_like(p) * (2.0 if name.endswith(".gate.weight") else 0.2) + ("norm" in name))
+    lean = copy.deepcopy(plain).to("cuda", torch.float16)
+    if adapted:
+        plain, lean = (attach(m, LoraStep(method="lora", rank=2)).model for m in (plain, lean))
+        lean.load_state_dict({n: p.to("cuda", torch.float16) for n, p in plain.state_dict().items()})
+        lean.to("cuda", torch.float16)
+    done = install_lean_ops(lean)
+    tokens = torch.randint(0, 32, (12,))
+    targets = torch.cat([tokens[1:], torch.full((1,), IGNORE)])
+    batch = tokens, torch.arange(12), torch.tensor([0, 5, 12]), targets
+    want, got = LossSum(plain, 16)(*batch), LossSum(lean, 16)(*(t.to("cuda") for t in batch))
+    layers = 1 if kind == "qwen2_moe" else 2
+    assert done["experts"] == layers and len(called) == 2 * layers and got.is_cuda
+    assert abs(got.item() - want.item()) <= 5e-3 * want.item()
+    want.backward()
+    got.backward()
+    assert len(called) == 4 * layers  # dx of each
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    assert any("experts" in n for n in grads) is not adapted
+    for name, p in lean.named_parameters():
+        assert (p.grad is None) is (name not in grads), name
+        if p.grad is not None:
+            assert (p.grad.cpu().float() - grads[name]).norm() <= 4e-2 * grads[name].norm() + 1e-3, name
+
+
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-blockwise", "mxfp8", "nvfp4"])
 def test_a_step_in_low_precision(recipe, gpu):
     from karui.lowprec import LowPrecision, Precision
@@ -102,15 +153,16 @@ def test_a_step_in_low_precision(recipe, gpu):
     assert y.is_cuda and all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize(("spec", "kv_dtype", "params"), [
-    ("nvfp4", "fp8", SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=1, logprobs=0)),
-    ("w4g32", "int8", SamplingParams(max_tokens=2, temperature=1.0, repetition_penalty=1.3, seed=2, logprobs=2)),
-], ids=["drawn on the GPU", "drawn on the CPU"])  # fmt: skip
-def test_the_engine(spec, kv_dtype, params, gpu):
+@pytest.mark.parametrize(("config", "spec", "kv_dtype", "params"), [
+    (CONFIG, "nvfp4", "fp8", SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=1, logprobs=0)),
+    (CONFIG, "w4g32", "int8", SamplingParams(max_tokens=2, temperature=1.0, repetition_penalty=1.3, seed=2, logprobs=2)),
+    (with_experts("qwen2_moe"), "w8", "float16", SamplingParams(max_tokens=2, temperature=0.0)),
+], ids=["drawn on the GPU", "drawn on the CPU", "experts"])  # fmt: skip
+def test_the_engine(config, spec, kv_dtype, params, gpu):
     from karui.inference.models.gpu import TritonRunner
 
-    made, said = on_grid(spec), []
-    for runner in (TritonRunner(CONFIG, made, "cuda", torch.float16, graphs=False), TorchRunner(CONFIG, made, "cuda", torch.float16)):
+    made, said = on_grid(spec, config), []
+    for runner in (TritonRunner(config, made, "cuda", torch.float16, graphs=False), TorchRunner(config, made, "cuda", torch.float16)):
         engine = Engine(runner, kv_dtype=kv_dtype, memory="1MB", block_size=4, max_context=32, max_tokens_per_step=8)
         outputs = engine.generate([[1, 2, 3, 4, 5, 6], [10, 11]], params)
         said.append([o.token_ids for o in outputs])
