@@ -113,8 +113,8 @@ class RunSection(Section):
     matmul: Literal["fp32", "bf16x3", "bf16-backward", "bf16"] = Field(
         "fp32", description="on a CPU, operands of products rounded to bf16, sums in fp32. bf16-backward: those of the backward "
         "pass (losses of the same weights stay those of fp32); bf16: all. Such a product is twice as fast with AVX512-BF16, four "
-        "times with AMX, else no faster. bf16x3: bf16-backward, and with AMX the forward pass in three bf16 products that make up "
-        "nearly all of the fp32 one, in half of the time"
+        "times with AMX, else no faster. bf16x3: bf16-backward, and with AMX the forward pass in three bf16 products that make "
+        "up nearly all of the fp32 one, in half of the time"
     )
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
     threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores")
