@@ -5,9 +5,11 @@
 student   SmolLM2-135M with 15 of its 30 layers (`--choice`), healed on `--steps` steps of 4 x 128 tokens of wikitext2_valid.txt; figure: mean
           loss of the labels on the first `--words` words of wikitext2_test.txt. Products in bf16. The teacher is SmolLM2-135M itself after
           as many steps on the same text ("teacher correction", Minitron: what it says of text of another kind than its own teaches the
-          student less than the text does); `--as-it-is` leaves that out. Same steps, order of data and learning rate for labels alone, KLD alone, label + KLD (0.5 + 1), label + KLD + hidden states at the kept layers (1 + 1 + 10 (1 - cos)), and KLD
-          from 50 tokens and a tail (cached); `--seeds` orders of the data. A difference counts when it is larger than twice the standard
-          error of the paired differences over seeds.
+          student less than the text does); `--as-it-is` leaves that out. Same steps, order of data and learning rate for labels alone, KLD
+          alone, label + KLD (0.5 + 1), label + KLD + hidden states at the kept layers (1 + 1 + 10 (1 - cos)), KLD from the teacher's 50
+          likeliest tokens and a tail (cached), the same with labels, and KLD from 50 tokens drawn from the teacher (cached; unbiased);
+          `--seeds` orders of the data. A difference counts when it is larger than twice the standard error of the paired differences
+          over seeds.
 on-policy the same student on `--steps` steps of 4 GSM8K answers: KLD on the data's answers; the same for half of the steps, then reverse KLD on
           its own answers (64 tokens); the same in two thirds of the steps. Figures: reverse KL to the teacher, nats a token, on text
           that each student draws itself for 32 test questions, which is what it meets when it is used; and the labels' loss.
@@ -43,8 +45,11 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "label+kld": {"kind": "distil", "label": 0.5},
     "label+kld+features": {"kind": "distil", "label": 1.0, "features": [{"loss": "cosine", "layers": "kept", "weight": 10.0}]},
     "kld top-50": {"kind": "distil", "rows": "topk", "k": 50, "cache": "auto"},
+    "label+kld top-50": {"kind": "distil", "label": 0.5, "rows": "topk", "k": 50, "cache": "auto"},
+    "kld sampled-50": {"kind": "distil", "rows": "sampled", "k": 50, "cache": "auto"},
 }
-PAIRS = [("kld", "labels"), ("label+kld", "labels"), ("label+kld+features", "labels"), ("kld", "label+kld"), ("kld top-50", "kld")]
+PAIRS = [("kld", "labels"), ("label+kld", "labels"), ("label+kld+features", "labels"), ("kld", "label+kld"), ("kld top-50", "kld"), ("label+kld top-50", "label+kld"),
+         ("kld sampled-50", "kld")]
 OWN_TEXT = {"kind": "on-policy", "divergence": "reverse_kl", "parameter": None, "off_policy_first": 0.5, "max_new_tokens": 64,
             "unfinished": "keep", "max_drift": 5.0}
 
