@@ -10,9 +10,10 @@ student   SmolLM2-135M with 15 of its 30 layers (`--choice`), healed on `--steps
           likeliest tokens and a tail (cached), the same with labels, and KLD from 50 tokens drawn from the teacher (cached; unbiased);
           `--seeds` orders of the data. A difference counts when it is larger than twice the standard error of the paired differences
           over seeds.
-on-policy the same student on `--steps` steps of 4 GSM8K answers: KLD on the data's answers; the same for half of the steps, then reverse KLD on
-          its own answers (64 tokens); the same in two thirds of the steps. Figures: reverse KL to the teacher, nats a token, on text
-          that each student draws itself for 32 test questions, which is what it meets when it is used; and the labels' loss.
+on-policy the same student on `--steps` steps of 4 GSM8K answers, text that the teacher is surer of: KLD on the data's answers; KLD from 50
+          tokens and a tail; KLD for half of the steps, then reverse KLD on its own answers (64 tokens); that in two thirds of the steps.
+          Figures: reverse KL to the teacher, nats a token, on text that each student draws itself for 32 test questions, which is what
+          it meets when it is used; and the labels' loss.
 rollouts  tokens/s of the student's own text, sampled at temperature 1, top_p 1: the engine as `objective: on-policy` drives it,
           weights pushed before every batch and `--steps-at-once` steps written together, against the call in TRL's GKDTrainer on one
           step's padded batch (KARUI_PEERS), with its defaults and with gradient checkpointing off, without which it keeps no KV
@@ -110,25 +111,29 @@ def _gap(name: str, these: list[float], those: list[float], goal: float | None) 
 
 
 def on_policy(a: Any) -> list[Figure]:
-    """Off-policy, half of it on-policy, and that in fewer updates; every seed."""
+    """Off-policy, also from 50 tokens and a tail, half of it on-policy, and that in fewer updates; every seed."""
     work = a.work or Path(tempfile.mkdtemp(prefix="karui-distill-"))
     work.mkdir(parents=True, exist_ok=True)
     for name, source, rows in (("train", "gsm8k_train.jsonl", 4 * a.steps), ("eval", "gsm8k_test.jsonl", 48)):
         lines = (DATA / source).read_text(encoding="utf-8").splitlines()[:rows]
         (work / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     data = {"train": str(work / "train.jsonl"), "eval": str(work / "eval.jsonl"), "prompt": "question", "completion": "answer", "max_length": 256}
-    fewer = a.steps * 2 // 3
-    conditions = {f"kld, {a.steps} updates": ({"kind": "distil"}, a.steps), f"half on-policy, {a.steps} updates": (OWN_TEXT, a.steps),
-                  f"half on-policy, {fewer} updates": (OWN_TEXT, fewer)}
+    off, fewer = f"kld, {a.steps} updates", a.steps * 2 // 3
+    conditions: dict[str, tuple[dict[str, Any], int]] = {
+        off: ({"kind": "distil"}, a.steps),
+        f"kld top-50, {a.steps} updates": ({"kind": "distil", "rows": "topk", "k": 50, "cache": "auto"}, a.steps),
+        f"half on-policy, {a.steps} updates": (OWN_TEXT, a.steps),
+        f"half on-policy, {fewer} updates": (OWN_TEXT, fewer)}
     runs = {name: [_healed(a, work, name, seed, objective, data, steps, own_text=True) for seed in range(a.seeds)]
             for name, (objective, steps) in conditions.items()}
-    figures = [Figure(name=f"{label}, {name}", ours=statistics.fmean(r[key] for r in done), unit="nats", better="lower",
-                      note="seeds: " + ", ".join(f"{r[key]:.4f}" for r in done))
-               for key, label in (("own_text", "reverse KL on its own text"), ("eval_loss", "held-out loss")) for name, done in runs.items()]
-    off, *rest = runs
-    return figures + [_gap(f"{label}, {name} minus {off}", [r[key] for r in runs[name]], [r[key] for r in runs[off]],
-                           goal=0.0 if key == "own_text" else None)
-                      for key, label in (("own_text", "reverse KL on its own text"), ("eval_loss", "held-out loss")) for name in rest]
+    figures = []
+    for key, label in (("own_text", "reverse KL on its own text"), ("eval_loss", "held-out loss")):
+        found = {name: [r[key] for r in done] for name, done in runs.items()}
+        figures += [Figure(name=f"{label}, {name}", ours=statistics.fmean(values), unit="nats", better="lower",
+                           note="seeds: " + ", ".join(f"{v:.4f}" for v in values)) for name, values in found.items()]
+        figures += [_gap(f"{label}, {name} minus {off}", values, found[off], goal=0.0 if key == "own_text" and "on-policy" in name else None)
+                    for name, values in found.items() if name != off]
+    return figures
 
 
 def _own_text_kl(folder: Path, questions: int = 32, tokens: int = 64) -> float:
