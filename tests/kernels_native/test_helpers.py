@@ -44,6 +44,14 @@ def test_no_compiler_and_a_failing_one_are_told(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("*.so")) and not list(tmp_path.rglob("*.tmp"))
 
 
+@needs_compiler
+def test_a_compiler_that_does_not_know_the_newest_flags_serves_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("KARUI_CACHE", str(tmp_path))
+    monkeypatch.setattr(build_module, "_EXTRAS", {"generic": {"fpu": "-mno-such-tiles"}})
+    monkeypatch.setattr(build_module, "_cpu", lambda: frozenset({"fpu"}))
+    assert build_module.build("generic", build_module.LOWBIT).is_file()
+
+
 def test_quiet_torch_restores():
     before = torch.get_num_threads()
     with quiet_torch():

@@ -32,7 +32,7 @@ _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx2": (("avx2", "fma", "f16c"), ("-DKARUI_AVX2", "-mavx2", "-mfma", "-mf16c")),
     "generic": ((), ()),
 }
-# Flags of an instruction set for what only some of its CPUs have.
+# Flags of an instruction set for what only some of its CPUs have, and compilers of some years ago do not know.
 _EXTRAS = {"avx512": {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}}
 
 
@@ -76,10 +76,21 @@ def build(isa: str, sources: tuple[str, ...] = SOURCES) -> Path:
 
     Raises `KaruiError` when there is no compiler or it fails, with the first lines of its message.
     """
+    extras = tuple(flag for name, flag in _EXTRAS.get(isa, {}).items() if name in _cpu())
+    try:
+        return _build(isa, sources, extras)
+    except KaruiError as error:
+        if not extras or compiler() is None:
+            raise
+        log.info("without %s, which the compiler may not know: %s", " ".join(extras), error)
+        return _build(isa, sources, ())
+
+
+def _build(isa: str, sources: tuple[str, ...], extras: tuple[str, ...]) -> Path:
     here = Path(__file__).parent
     stem = "karui" if sources is SOURCES else Path(sources[0]).stem
     cxx = compiler()
-    flags = (*_COMMON, *_ISAS[isa][1], *(flag for name, flag in _EXTRAS.get(isa, {}).items() if name in _cpu()))
+    flags = (*_COMMON, *_ISAS[isa][1], *extras)
     digest = hashlib.sha256(repr((flags, cxx)).encode())
     for name in sources:
         digest.update((here / name).read_bytes())
