@@ -54,7 +54,7 @@ BANDS = dict.fromkeys(("adamw8bit", "adamw-fp8", "paged-adamw8bit", "paged-adamw
 }  # fmt: skip
 STATES = {"adafactor": 0.05, "muon": 0.6}  # of fp32 AdamW's bytes; the others 0.3
 SMOOTHED = 25  # steps of training loss that one point of a curve averages
-RELATIVE = {"adafactor": 20}  # its steps are shares of a parameter's RMS, 0.02 to 0.05 here, where AdamW's are absolute
+RELATIVE = {"adafactor": 20, "muon": 5}  # its steps are shares of a parameter's RMS, 0.02 to 0.05 here, where AdamW's are absolute; Muon's are of RMS 0.2
 BASE = "nvfp4, all blocks"  # what the variants with one ingredient off are compared with
 FP32 = ("fp32", "fp32, moved by 1 %", "fp32, moved by 1 % again")
 NVFP4 = (BASE, f"{BASE}, other random bits", f"{BASE}, more random bits")
@@ -119,7 +119,7 @@ def main() -> None:
     texts = {"train": options.train, "held": options.held}
     key = asdict(job) | {k: path.name for k, path in texts.items()}
     done: dict[str, Any] = {}
-    files = {n: options.cache / f"{re.sub('[^a-z0-9]+', '-', n)}-{job.steps}-{job.lr}.json" for n in table if options.cache}
+    files = {n: options.cache / f"{re.sub('[^a-z0-9]+', '-', n)}-{job.steps}-{rate_of(table[n], job):g}.json" for n in table if options.cache}
     for name, kept in files.items():
         if kept.exists() and (run := json.loads(kept.read_text()))["job"] == key:
             done[name] = run
@@ -207,10 +207,9 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + 0.01 * torch.randn(p.shape, generator=moved))
-    name_of = what if what in OPTIMIZERS else "adamw"
-    times = RELATIVE.get(name_of, 1)
-    rate = job.lr * times
-    optimizer = build_optimizer(name_of, model, lr=rate, betas=(0.9, 0.95), weight_decay=0.1 / times)
+    rate = rate_of(what, job)
+    optimizer = build_optimizer(what if what in OPTIMIZERS else "adamw", model, lr=rate, betas=(0.9, 0.95),
+                                weight_decay=0.1 * job.lr / rate)  # fmt: skip
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=job.steps + 1, pct_start=0.1,
                                                    cycle_momentum="betas" in optimizer.defaults)  # fmt: skip
     if isinstance(what, Precision):
@@ -243,6 +242,11 @@ def train(what: Any, job: Job, text: dict[str, torch.Tensor], name: str) -> dict
               if torch.is_tensor(v)}  # fmt: skip
     return {"curve": curve, "windows": windows.tolist(), "cpu_seconds": seconds, "state_bytes": sum(states.values()),
             "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
+
+
+def rate_of(what: Any, job: Job) -> float:
+    """The highest learning rate of a run."""
+    return job.lr * (RELATIVE.get(what, 1) if isinstance(what, str) else 1)
 
 
 def build(job: Job) -> torch.nn.Module:
