@@ -17,7 +17,7 @@ from karui.configs.errors import KaruiError, UnsupportedError, nearest
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import group_sizes
-from karui.qat.calibration import Block, HiddenStates, block_arguments, check_rows, decoder_of
+from karui.qat.calibration import Block, HiddenStates, block_arguments, check_rows, decoder_of, give_back
 from karui.qat.experts import is_router, unfuse
 from karui.qat.methods import Method, method
 from karui.qat.store import Store, fingerprint
@@ -97,8 +97,8 @@ def quantize_loaded(
             options.progress(block.index + 1, len(layers), time.perf_counter() - started)
     if chosen.finishes:
         assert rows is not None
+        # what it reads stays in the work folder: a run killed after this, by its export say, does it again, with the same result
         facts |= module.finish_model(model, done, report, rows, streams["target"].data, method_config, seed)
-        streams["target"].drop()
     weights: dict[str, QTensor | torch.Tensor] = {}
     tied = _tied_head(model)
     for name, tensor in model.state_dict().items():
@@ -187,6 +187,7 @@ def _blocks(
         if streams:
             _advance(block, streams, index + 1, len(layers), store, chosen.finishes)
         layer.to(home)
+        give_back()
         if store is not None:
             store.save(index, block.weights, block.report)
             for kind in kinds:

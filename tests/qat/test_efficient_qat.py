@@ -119,6 +119,7 @@ def test_a_killed_run_ends_bit_identically(tmp_path, monkeypatch, after):
             quantized(tiny(), tmp_path)
     again = quantized(tiny(), tmp_path)
     assert same(whole, again)
+    assert same(whole, quantized(tiny(), tmp_path))  # as after a kill between the last phase and the export
 
 
 def same(a, b):
