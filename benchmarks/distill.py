@@ -317,7 +317,7 @@ def plot(curves: dict[str, list[tuple[int, float]]], losses: dict[str, list[floa
     left.legend()
     for at, (_name, values) in enumerate(losses.items()):
         right.plot([at] * len(values), values, "o")
-    right.set_xticks(range(len(losses)), list(losses), rotation=20)
+    right.set_xticks(range(len(losses)), list(losses), rotation=20, ha="right")
     right.set(ylabel="held-out loss at the end", title="every seed")
     figure.tight_layout()
     figure.savefig(out, dpi=120)
