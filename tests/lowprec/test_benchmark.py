@@ -49,6 +49,7 @@ def test_losses_and_states_are_held_to_their_bands(script, tmp_path):
     assert 0.25 < rows["optimizer adamw8bit, states"].ratio < 0.28 and 0.4 < rows["optimizer muon, states"].ratio < 0.9
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_are_those_one_by_one_and_are_kept(script, tmp_path, monkeypatch, capsys):
     paths = text(tmp_path)
     how = ["x", "--quick", "--steps", "3", "--train", str(paths["train"]), "--held", str(paths["held"]), "--only", "fp32", "mxfp8"]
