@@ -49,16 +49,15 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "label+kld top-50": {"kind": "distil", "label": 0.5, "rows": "topk", "k": 50, "cache": "auto"},
     "kld sampled-50": {"kind": "distil", "rows": "sampled", "k": 50, "cache": "auto"},
 }
-PAIRS = [("kld", "labels"), ("label+kld", "labels"), ("label+kld+features", "labels"), ("kld", "label+kld"), ("kld top-50", "kld"), ("label+kld top-50", "label+kld"),
-         ("kld sampled-50", "kld")]
+PAIRS = [("kld", "labels"), ("label+kld", "labels"), ("label+kld+features", "labels"), ("kld", "label+kld"), ("kld top-50", "kld"),
+         ("label+kld top-50", "label+kld"), ("kld sampled-50", "kld")]
 OWN_TEXT = {"kind": "on-policy", "divergence": "reverse_kl", "parameter": None, "off_policy_first": 0.5, "max_new_tokens": 64,
             "unfinished": "keep", "max_drift": 5.0}
 
 
 def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     """Every condition with every seed; returns figures and the curves."""
-    work = a.work or Path(tempfile.mkdtemp(prefix="karui-distill-"))
-    work.mkdir(parents=True, exist_ok=True)
+    work = _work(a)
     for name, source, words in (("train", "wikitext2_valid.txt", 128 * 4 * a.steps * 2), ("eval", "wikitext2_test.txt", a.words)):
         text = " ".join((DATA / source).read_text(encoding="utf-8").split(" ")[:words])
         if not (work / f"{name}.txt").is_file() or (work / f"{name}.txt").read_text(encoding="utf-8") != text:
@@ -75,9 +74,7 @@ def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     curves = {name: done[0]["curve"] for name, done in runs.items()}
     before = next(iter(runs.values()))[0]["before"]
     figures.append(Figure(name="held-out loss, pruned and not healed", ours=before, unit="nats"))
-    for name, values in losses.items():
-        spread = f"seeds: {', '.join(f'{v:.4f}' for v in values)}"
-        figures.append(Figure(name=f"held-out loss, {name}", ours=statistics.fmean(values), unit="nats", better="lower", note=spread))
+    figures += [_mean(f"held-out loss, {name}", values) for name, values in losses.items()]
     for one, other in PAIRS:
         if one in losses and other in losses:
             figures.append(_gap(f"{one} minus {other}", losses[one], losses[other], goal=0.0 if other == "labels" else None))
@@ -101,6 +98,18 @@ def _corrected(a: Any, folder: Path, data: dict[str, Any]) -> Figure:
     return Figure(name="held-out loss, teacher", ours=after, unit="nats", better="lower", note=f"{before:.4f} before it read the students' text")
 
 
+def _work(a: Any) -> Path:
+    """The folder for finished runs; a new one when none is given."""
+    work = a.work or Path(tempfile.mkdtemp(prefix="karui-distill-"))
+    work.mkdir(parents=True, exist_ok=True)
+    return work
+
+
+def _mean(name: str, values: list[float]) -> Figure:
+    note = f"seeds: {', '.join(f'{v:.4f}' for v in values)}"
+    return Figure(name=name, ours=statistics.fmean(values), unit="nats", better="lower", note=note)
+
+
 def _gap(name: str, these: list[float], those: list[float], goal: float | None) -> Figure:
     """The mean difference over seeds, and whether it is beyond their noise."""
     gaps = [x - y for x, y in zip(these, those)]
@@ -112,8 +121,7 @@ def _gap(name: str, these: list[float], those: list[float], goal: float | None) 
 
 def on_policy(a: Any) -> list[Figure]:
     """Off-policy, also from 50 tokens and a tail, half of it on-policy, and that in fewer updates; every seed."""
-    work = a.work or Path(tempfile.mkdtemp(prefix="karui-distill-"))
-    work.mkdir(parents=True, exist_ok=True)
+    work = _work(a)
     for name, source, rows in (("train", "gsm8k_train.jsonl", 4 * a.steps), ("eval", "gsm8k_test.jsonl", 48)):
         lines = (DATA / source).read_text(encoding="utf-8").splitlines()[:rows]
         (work / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -129,16 +137,27 @@ def on_policy(a: Any) -> list[Figure]:
     figures = []
     for key, label in (("own_text", "reverse KL on its own text"), ("eval_loss", "held-out loss")):
         found = {name: [r[key] for r in done] for name, done in runs.items()}
-        figures += [Figure(name=f"{label}, {name}", ours=statistics.fmean(values), unit="nats", better="lower",
-                           note="seeds: " + ", ".join(f"{v:.4f}" for v in values)) for name, values in found.items()]
+        figures += [_mean(f"{label}, {name}", values) for name, values in found.items()]
         figures += [_gap(f"{label}, {name} minus {off}", values, found[off], goal=0.0 if key == "own_text" and "on-policy" in name else None)
                     for name, values in found.items() if name != off]
     return figures
 
 
+def _questions(start: int, count: int) -> list[str]:
+    """Of GSM8K's test rows."""
+    return [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[start : start + count]]
+
+
+def _prompts(tokenizer: Any, questions: list[str]) -> list[Any]:
+    """The token ids of each question as a chat's first turn."""
+    import numpy as np
+
+    chats = [[{"role": "user", "content": q}] for q in questions]
+    return [np.array(tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"]) for c in chats]
+
+
 def _own_text_kl(folder: Path, questions: int = 32, tokens: int = 64) -> float:
     """Mean over positions of KL(student || teacher), full distributions, on what the student in `folder` draws for test questions."""
-    import numpy as np
     import torch
 
     from karui.catalogue import load_tokenizer, resolve
@@ -150,11 +169,9 @@ def _own_text_kl(folder: Path, questions: int = 32, tokens: int = 64) -> float:
     tokenizer = load_tokenizer(resolve("smollm2-135m"))
     student: Any = load_model(ModelSection(name=str(folder))).eval()
     teacher: Any = load_model(ModelSection(name="smollm2-135m")).eval()
-    rows = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[100 : 100 + questions]]
-    prompts = [list(tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=True)["input_ids"])
-               for q in rows]
+    prompts = _prompts(tokenizer, _questions(100, questions))
     sampler = EngineSampler(student, spec=QuantSpec.parse("none"), end=[tokenizer.eos_token_id], max_context=512)
-    drawn = sampler.generate([np.array(p) for p in prompts], list(range(questions)), [tokens] * questions)
+    drawn = sampler.generate(prompts, list(range(questions)), [tokens] * questions)
     total, count = 0.0, 0
     for prompt, own in zip(prompts, drawn):
         ids = torch.tensor([[*prompt, *own.tokens]])
@@ -204,7 +221,6 @@ def _healed(a: Any, work: Path, name: str, seed: int, objective: dict[str, Any],
 
 def rollouts(a: Any) -> list[Figure]:
     """Ours, then TRL's."""
-    import numpy as np
     import torch
 
     from karui.catalogue import load_tokenizer, resolve
@@ -215,9 +231,8 @@ def rollouts(a: Any) -> list[Figure]:
 
     folder = resolve("smollm2-135m")
     tokenizer = load_tokenizer(folder)
-    questions = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[: a.batch]]
-    prompts = [list(tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=True)["input_ids"])
-               for q in questions]
+    questions = _questions(0, a.batch)
+    prompts = _prompts(tokenizer, questions)
     torch.set_num_threads(a.threads)
     model: Any = load_model(ModelSection(name="smollm2-135m")).eval()
     samplers = {spec: EngineSampler(model, spec=QuantSpec.parse(spec), end=[-1], max_context=512) for spec in a.engines.split(",")}
@@ -228,7 +243,7 @@ def rollouts(a: Any) -> list[Figure]:
             begin = time.perf_counter()
             sampler.push(model, turn)
             pushed = time.perf_counter() - begin
-            drawn = sampler.generate([np.array(p) for p in ours], [turn * 1000 + i for i in range(len(ours))], [a.new_tokens] * len(ours))
+            drawn = sampler.generate(ours, [turn * 1000 + i for i in range(len(ours))], [a.new_tokens] * len(ours))
             assert all(len(d.tokens) == a.new_tokens for d in drawn)
             rates[name].append(len(ours) * a.new_tokens / (time.perf_counter() - begin))
             print(f"{name}: weights pushed in {pushed:.2f} s of {time.perf_counter() - begin:.2f} s", flush=True)
@@ -275,7 +290,7 @@ def draft(a: Any) -> list[Figure]:
                "medusa": SpeculationConfig(method="medusa", k=a.nodes or 3, adaptive=False)}
     engines = {"plain": Engine.load(a.bundle, max_context=512, max_sequences=1)}
     engines |= {m: Engine.load(a.bundle, max_context=512, max_sequences=1, speculation=configs[m]) for m in methods}
-    questions = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[: a.questions]]
+    questions = _questions(0, a.questions)
     seconds: dict[str, float] = dict.fromkeys(engines, 0.0)
     tokens, same = 0, dict.fromkeys(methods, True)
     for question in questions:
@@ -326,7 +341,7 @@ def plot(curves: dict[str, list[tuple[int, float]]], losses: dict[str, list[floa
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--plot", type=Path, help="write curves and end losses here")
-    parser.add_argument("--only", default="student,on-policy,rollouts,draft")
+    parser.add_argument("--only", help="default: student,on-policy,rollouts,draft, of which --quick leaves on-policy out")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--lr", type=float, default=6e-4)
@@ -356,7 +371,7 @@ def main() -> None:
         a.conditions = a.conditions or ["labels", "kld", "label+kld"]
     figures: list[Figure] = []
     extra: dict[str, Any] = {}
-    wanted = a.only.split(",")
+    wanted = (a.only or ("student,rollouts,draft" if a.quick else "student,on-policy,rollouts,draft")).split(",")
     if "student" in wanted:
         found, extra = student(a)
         figures += found

@@ -54,7 +54,8 @@ BANDS = dict.fromkeys(("adamw8bit", "adamw-fp8", "paged-adamw8bit", "paged-adamw
 }  # fmt: skip
 STATES = {"adafactor": 0.05, "muon": 0.6}  # of fp32 AdamW's bytes; the others 0.3
 SMOOTHED = 25  # steps of training loss that one point of a curve averages
-RELATIVE = {"adafactor": 20, "muon": 5}  # its steps are shares of a parameter's RMS, 0.02 to 0.05 here, where AdamW's are absolute; Muon's are of RMS 0.2
+# Of AdamW's rate, whose steps are absolute: Adafactor's are shares of a parameter's RMS, 0.02 to 0.05 here, Muon's have an RMS of 0.2.
+RELATIVE = {"adafactor": 20, "muon": 5}
 BASE = "nvfp4, all blocks"  # what the variants with one ingredient off are compared with
 FP32 = ("fp32", "fp32, moved by 1 %", "fp32, moved by 1 % again")
 NVFP4 = (BASE, f"{BASE}, other random bits", f"{BASE}, more random bits")

@@ -15,7 +15,6 @@ Rows all have one length, so there is no padding and no mask beyond the causal o
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,16 +42,11 @@ class HiddenStates:
     """fp32 [samples, length, width] at one block boundary, in memory or in a memory-mapped file."""
 
     def __init__(self, shape: tuple[int, int, int], file: Path | None = None) -> None:
-        self.file = file
         size = shape[0] * shape[1] * shape[2]
         if file is None:
             self.data = torch.empty(shape)
         else:
             self.data = torch.from_file(str(file), shared=True, size=size, dtype=torch.float32).view(shape)
-
-    def drop(self) -> None:
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -176,8 +170,10 @@ class Block:
         """
         first = {g: self.linears[g.names[0]] for g in stage}
         early = len(stage) == 1 and not stage[0].routed
+        alone = first[stage[0]] if early and len(stage[0].names) == 1 else None
+        parents = [parent for parent, (last, *_) in self._replay.items() if last is alone]
         keep: list[torch.Tensor] = []
-        kept = torch.empty(0)
+        whole: torch.Tensor | None = None
         for rows in self.slices():
             found: list[tuple[Group, torch.Tensor]] = []
 
@@ -194,17 +190,15 @@ class Block:
                 for h in hooks:
                     h.remove()
             for group, x in found:
-                if early and len(stage[0].names) == 1:
+                if parents:
                     each = len(x) // (rows.stop - rows.start)  # 1, or tokens where a module flattens them
-                    if not keep:
-                        kept = x.new_empty((len(self.inputs) * each, *x.shape[1:]))
-                    keep.append(kept[rows.start * each : rows.stop * each].copy_(x))
+                    if whole is None:
+                        whole = x.new_empty((len(self.inputs) * each, *x.shape[1:]))
+                    keep.append(whole[rows.start * each : rows.stop * each].copy_(x))
                 yield group, x.reshape(-1, x.shape[-1])
-        if early and len(stage[0].names) == 1:
-            linear = first[stage[0]]
-            for parent, (last, _, as_tuple) in list(self._replay.items()):
-                if last is linear:
-                    self._replay[parent] = (last, keep, as_tuple)
+        for parent in parents:
+            last, _, as_tuple = self._replay[parent]
+            self._replay[parent] = (last, keep, as_tuple)
 
     def propagate(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Outputs of the block as it stands now, batch by batch; names the layer when they are not finite."""
@@ -285,12 +279,6 @@ class Block:
         finally:
             for parent in patched:
                 del parent.forward
-
-
-def give_back() -> None:
-    """Hand what was freed back to the system: a block's temporaries leave holes between its codes, which stay. glibc only."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, str]:

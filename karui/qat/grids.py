@@ -24,9 +24,10 @@ from karui.kernels.quantize import checked_rows, elements, quantize
 from karui.kernels.quantize.grid import grouped, inverse
 from karui.kernels.quantize.integer import find_range
 from karui.kernels.quantize.microscaling import e8m0_value
+from karui.qat.methods import STEPPED
 from karui.qat.search import encode, search_scale
 
-SOLVABLE = ("int", "ternary", "fp8", "mxfp8", "mxfp4", "nvfp4")
+SOLVABLE = STEPPED
 _ELEMENT: dict[str, rounding.Element] = {"fp8": "e4m3", "mxfp8": "e4m3", "mxfp4": "e2m1", "nvfp4": "e2m1"}
 
 

@@ -9,8 +9,8 @@ from types import ModuleType
 from karui.configs.errors import KaruiError, UnsupportedError, nearest
 from karui.configs.quantspec import QuantSpec
 
-ALL = ("int", "ternary", "fp8", "mxfp8", "mxfp4", "nvfp4", "nf4", "binary")
-STEPPED = ALL[:6]  # one step for every weight; `karui.qat.grids.SOLVABLE`
+STEPPED = ("int", "ternary", "fp8", "mxfp8", "mxfp4", "nvfp4")  # grids with one step for every weight
+ALL = (*STEPPED, "nf4", "binary")
 
 
 @dataclass(frozen=True, kw_only=True)

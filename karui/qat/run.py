@@ -15,9 +15,10 @@ from torch import nn
 
 from karui.configs.errors import KaruiError, UnsupportedError, nearest
 from karui.configs.quantspec import QuantSpec
+from karui.kernels.native.heap import give_back
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import group_sizes
-from karui.qat.calibration import Block, HiddenStates, block_arguments, check_rows, decoder_of, give_back
+from karui.qat.calibration import Block, HiddenStates, block_arguments, check_rows, decoder_of
 from karui.qat.experts import is_router, unfuse
 from karui.qat.methods import Method, method
 from karui.qat.store import Store, fingerprint
@@ -45,7 +46,7 @@ def quantize_model(
     """
     path = Path(folder)
     config = read_config(path)
-    return quantize_loaded(load(path, dtype), config, method_name, spec, rows, options, source=_source(path))
+    return quantize_loaded(load(path, dtype), config, method_name, spec, rows, options, source=source_of(path))
 
 
 def quantize_loaded(
@@ -187,7 +188,7 @@ def _blocks(
         if streams:
             _advance(block, streams, index + 1, len(layers), store, chosen.finishes)
         layer.to(home)
-        give_back()
+        give_back()  # a block's temporaries leave holes between its codes, which stay
         if store is not None:
             store.save(index, block.weights, block.report)
             for kind in kinds:
@@ -326,7 +327,7 @@ def load(path: Path, dtype: torch.dtype) -> nn.Module:
     )
 
 
-def _source(path: Path) -> Any:
+def source_of(path: Path) -> list[Any]:
     """What identifies a model folder: its config and the size and time of its weights."""
     files = sorted(path.glob("*.safetensors"))
     return [json.loads((path / "config.json").read_text()), [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]]

@@ -44,7 +44,7 @@ def plan_for(
     from karui.qat.calibration import check_rows, decoder_of
     from karui.qat.experts import unfuse
     from karui.qat.mixed_precision import budget_of, choose_plan, measure, tie_groups
-    from karui.qat.run import choose, load, refuse_quantized
+    from karui.qat.run import choose, load, refuse_quantized, source_of
 
     if len(set(grids)) < 2:
         raise KaruiError(f"mixed precision chooses among grids: give at least two, e.g. w2g64,w3g64; got {', '.join(grids)}.")
@@ -61,8 +61,7 @@ def plan_for(
     allowed = budget_of(budget, weights)
     choose_plan(ties, specs, {(t.name, str(s)): 0.0 for t in ties for s in specs}, allowed)  # refuse before the work
     few = rows[: max(1, most_tokens // rows.shape[1]), :most_tokens].long().to(device)
-    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.glob("*.safetensors"))]
-    kept = None if work is None else _Kept(work, [str(folder), files, few.tolist()])
+    kept = None if work is None else _Kept(work, [str(folder), source_of(folder), few.tolist()])
     increases = measure(model, ties, specs, _Divergence(model, few), progress, kept)
     return choose_plan(ties, specs, increases, allowed)
 

@@ -137,12 +137,14 @@ def found_device(name: str) -> str:
     """`auto` resolved; raises `KaruiError` for a device that is none or is not here."""
     import torch
 
+    from karui.kernels.triton_support.driver import no_gpu
+
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise KaruiError(f"device {name!r} is not known; use auto, cpu or cuda.")
     if name != "cpu" and not torch.cuda.is_available():
-        raise KaruiError(f"device {name}: torch finds no GPU here; use cpu.")
+        raise KaruiError(f"device {name}: torch finds no GPU here: {no_gpu()}")
     return name
 
 

@@ -80,6 +80,7 @@ def run_recipe(
     import torch
 
     from karui.kernels.matmul import matmul_precision
+    from karui.kernels.native import heap
     from karui.trainers.launched import FP8_BACKEND, resolve_precision, without
     from karui.trainers.ranks import together
 
@@ -88,7 +89,7 @@ def run_recipe(
     _set_threads(recipe, accelerator)
     on_cpu = accelerator.device.type == "cpu"
     if on_cpu:
-        _keep_freed_memory()
+        heap.keep_freed()
     matmul = recipe.run.matmul if on_cpu else "fp32"
     # the recipe has the FP8 step now: accelerate must not wrap the model in modules of its own
     with without(os.environ, FP8_BACKEND), together(recipe, accelerator), matmul_precision(matmul):
@@ -204,18 +205,6 @@ def _run(
     final = None if loop.interrupted else folder / "final"
     return RunResult(folder=folder, final=final, is_adapter=setup.is_adapter, metrics=metrics, interrupted=loop.interrupted,
                      tracker=tracker if hold_tracker else None)
-
-
-def _keep_freed_memory() -> None:
-    """glibc hands freed memory back to the kernel after every step and faults it in again in the next, which takes a good part of
-    a step on a CPU; from now on it keeps what it has. Other C libraries are left alone."""
-    import ctypes
-
-    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(mmap_threshold, 32 << 20)  # the largest it takes; larger pieces are mapped one by one
-        mallopt(trim_threshold, -1)
 
 
 def _matmul_note(device: str) -> str:

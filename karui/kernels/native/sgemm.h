@@ -225,13 +225,12 @@ struct Tiled {
     }
 
     static void right(int there, int k, const float* src, int64_t line, int64_t depth, float* out) {
-        const int words = (k + 1) / 2, whole = (words + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
-        Bf16::pack<NR>(there, k, src, line, depth, out);
-        memset(out + words * NR, 0, (whole - words) * NR * sizeof(float));
-        if (PARTS == 1) return;
-        out += whole * NR;
-        Bf16::pack<NR, true>(there, k, src, line, depth, out);
-        memset(out + words * NR, 0, (whole - words) * NR * sizeof(float));
+        const int words = (k + 1) / 2, spare = -words & (MULTIPLE - 1);
+        for (int part = 0; part < PARTS; part++, out += (words + spare) * NR) {
+            const auto pack = part ? Bf16::pack<NR, true> : Bf16::pack<NR, false>;
+            pack(there, k, src, line, depth, out);
+            memset(out + words * NR, 0, spare * NR * sizeof(float));
+        }
     }
 
     // c (32 rows, 32 columns, `ldc` apart) += the product of a panel of A and one of B, k words deep; HIGH, WIDE: both halves of it.
