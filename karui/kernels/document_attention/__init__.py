@@ -42,13 +42,12 @@ def document_attention(
         shared: the first document is seen by all others, before their own rows.
         rotary: cosine and sine [T, D] to rotate q and k by, q cos + rotate_half(q) sin; None: they are as they should be.
     """
-    refused = "a shared first document" if shared else _refused(q)
-    if use_triton(backend, q.device, "document_attention", refused=refused):
+    if use_triton(backend, q.device, "document_attention", refused=_refused(q)):
         from karui.kernels.document_attention.triton import DocumentAttention
 
         if rotary:
             q, k = (rope(x[0].transpose(0, 1), *rotary, backend).transpose(0, 1).unsqueeze(0) for x in (q, k))
-        return DocumentAttention.apply(q, k, v, cu_seqlens, scaling)
+        return DocumentAttention.apply(q, k, v, cu_seqlens, scaling, shared)
     bounds = cu_seqlens.tolist()
     if native.attention_usable(q, k, v, bounds):
         cosine, sine = (t.float().contiguous() for t in rotary) if rotary else (None, None)

@@ -1,4 +1,5 @@
-"""One dense mask over the whole row: causal and block-diagonal by document. Quadratic in the row; for tests."""
+"""One dense mask over the whole row: causal and block-diagonal by document, with `shared` the first one seen by all. Quadratic in
+the row; for tests."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ import torch
 
 
 def document_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scaling: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scaling: float, *, shared: bool = False
 ) -> torch.Tensor:
     """Shapes as in `karui.kernels.document_attention`; softmax of the full [T, T] scores under the mask."""
     tokens = q.shape[2]
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(torch.int64)
     document = torch.repeat_interleave(torch.arange(lengths.numel(), device=q.device), lengths.to(q.device))
     at = torch.arange(tokens, device=q.device)
-    seen = (document[:, None] == document[None, :]) & (at[None, :] <= at[:, None])
+    same = document[:, None] == document[None, :]
+    seen = (same | (document[None, :] == 0) if shared else same) & (at[None, :] <= at[:, None])
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = (q @ k.transpose(-1, -2)) * scaling

@@ -1,10 +1,9 @@
 """Causal attention inside documents of a ragged row, forward and backward (FlashAttention-2, arXiv 2307.08691, alg. 1 and 2).
 
-Work is a list of tiles, each inside one document; the list is made on the device from cu_seqlens,
-so nothing waits for the host. The
-backward pass has one kernel for dk and dv (a tile of keys,
-                                            all queries of its group's heads that see it) and one for dq: no atomics,
-so two runs give the same bits.
+Work is a list of tiles, each inside one document; the list is made on the device from cu_seqlens, so nothing waits for the host. The
+backward pass has one kernel for dk and dv (a tile of keys, all queries of its group's heads that see it) and one for dq: no atomics, so
+two runs give the same bits. With SHARED the rows of later documents see the first document too: their tiles read its keys after
+their own, and its tiles of keys read all later rows.
 
 Legend: T tokens, D head_dim, BM queries and BN keys a tile. Scores are kept in base 2.
 """
@@ -52,9 +51,17 @@ def _scores(q, k, rows, keys, end, factor):
 
 
 @triton.jit
-def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tiles_ptr, q_head, q_row, k_head, k_row, v_head, v_row, T, factor,
-             HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-             BN: tl.constexpr):  # fmt: skip
+def _keys_of(part: tl.constexpr, start, end, first, cu_ptr, BM: tl.constexpr):
+    """(first, past the last) of the keys that a tile of queries sees: part 0 in its own document, part 1 in the shared one."""
+    if part == 0:
+        return start, tl.minimum(first + BM, end)
+    return 0, tl.where(start > 0, tl.load(cu_ptr + 1), 0)
+
+
+@triton.jit
+def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tiles_ptr, cu_ptr, q_head, q_row, k_head, k_row, v_head, v_row, T, factor,
+             HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+             SHARED: tl.constexpr):  # fmt: skip
     tile, h = tl.program_id(0), tl.program_id(1)
     start, end, first = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1), tl.load(tiles_ptr + 3 * tile + 2)
     if first < end:
@@ -65,17 +72,19 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tiles_ptr, q_head, q_row, k_
         top = tl.full([BM], float("-inf"), tl.float32)
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DP], tl.float32)
-        for at in range(start, tl.minimum(first + BM, end), BN):
-            keys = at + tl.arange(0, BN)
-            s = _scores(q, _rows(k_ptr, keys, end, k_row, d, D), rows, keys, end, factor)
-            bigger = tl.maximum(top, tl.max(s, 1))
-            # key `start` is seen by every row, so `bigger` is finite from the first tile on
-            p = tl.exp2(s - bigger[:, None])
-            shrink = tl.exp2(top - bigger)
-            total = total * shrink + tl.sum(p, 1)
-            v = _rows(v_ptr, keys, end, v_row, d, D)
-            acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
-            top = bigger
+        for part in tl.static_range(1 + SHARED):
+            begin, stop = _keys_of(part, start, end, first, cu_ptr, BM)
+            for at in range(begin, stop, BN):
+                keys = at + tl.arange(0, BN)
+                s = _scores(q, _rows(k_ptr, keys, stop, k_row, d, D), rows, keys, stop, factor)
+                bigger = tl.maximum(top, tl.max(s, 1))
+                # key `start` is seen by every row, so `bigger` is finite from the first tile on
+                p = tl.exp2(s - bigger[:, None])
+                shrink = tl.exp2(top - bigger)
+                total = total * shrink + tl.sum(p, 1)
+                v = _rows(v_ptr, keys, stop, v_row, d, D)
+                acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
+                top = bigger
         tl.store(lse_ptr + h * T + rows, top + tl.log2(total), rows < end)
         out = out_ptr + (rows.to(tl.int64)[:, None] * HEADS + h) * D + d[None, :]
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), (rows[:, None] < end) & (d[None, :] < D))
@@ -92,9 +101,9 @@ def _delta(out_ptr, dout_ptr, delta_ptr, T, HEADS: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def _backward_kv(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, q_head, q_row, k_head, k_row,
-                 v_head, v_row, T, factor, scaling, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _backward_kv(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, cu_ptr, q_head, q_row, k_head,
+                 k_row, v_head, v_row, T, factor, scaling, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+                 DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     tile, g = tl.program_id(0), tl.program_id(1)
     end, first = tl.load(tiles_ptr + 3 * tile + 1), tl.load(tiles_ptr + 3 * tile + 2)
     if first < end:
@@ -105,16 +114,20 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_p
         dv = tl.zeros([BN, DP], tl.float32)
         for one in range(GROUP):
             h = g * GROUP + one
-            for at in range(first, end, BM):
-                rows = at + tl.arange(0, BM)
-                q = _rows(q_ptr + h * q_head, rows, end, q_row, d, D)
-                do = _rows(dout_ptr + h * D, rows, end, HEADS * D, d, D)
-                lse = tl.load(lse_ptr + h * T + rows, rows < end, float("inf"))
-                delta = tl.load(delta_ptr + h * T + rows, rows < end, 0.0)
-                p = tl.exp2(_scores(q, k, rows, keys, end, factor) - lse[:, None])
-                dv = dot(p.to(do.dtype).T, do, dv)
-                ds = p * (dot(do, v.T, tl.zeros([BM, BN], tl.float32)) - delta[:, None])
-                dk = dot(ds.to(q.dtype).T, q, dk)
+            for part in tl.static_range(1 + SHARED):
+                # part 0: the document's own rows; part 1: those of all later ones, which see the first document
+                begin = first if part == 0 else end
+                stop = end if part == 0 else tl.where(first < tl.load(cu_ptr + 1), T, end)
+                for at in range(begin, stop, BM):
+                    rows = at + tl.arange(0, BM)
+                    q = _rows(q_ptr + h * q_head, rows, stop, q_row, d, D)
+                    do = _rows(dout_ptr + h * D, rows, stop, HEADS * D, d, D)
+                    lse = tl.load(lse_ptr + h * T + rows, rows < stop, float("inf"))
+                    delta = tl.load(delta_ptr + h * T + rows, rows < stop, 0.0)
+                    p = tl.exp2(_scores(q, k, rows, keys, end, factor) - lse[:, None])
+                    dv = dot(p.to(do.dtype).T, do, dv)
+                    ds = p * (dot(do, v.T, tl.zeros([BM, BN], tl.float32)) - delta[:, None])
+                    dk = dot(ds.to(q.dtype).T, q, dk)
         to = (keys.to(tl.int64)[:, None] * (HEADS // GROUP) + g) * D + d[None, :]
         keep = (keys[:, None] < end) & (d[None, :] < D)
         tl.store(dk_ptr + to, (dk * scaling).to(dk_ptr.dtype.element_ty), keep)
@@ -122,10 +135,9 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_p
 
 
 @triton.jit
-def _backward_q(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, q_head, q_row, k_head, k_row, v_head,
-                v_row, T,
-                factor, scaling, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-                BN: tl.constexpr):  # fmt: skip
+def _backward_q(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, cu_ptr, q_head, q_row, k_head, k_row,
+                v_head, v_row, T, factor, scaling, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                BM: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     tile, h = tl.program_id(0), tl.program_id(1)
     start, end, first = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1), tl.load(tiles_ptr + 3 * tile + 2)
     if first < end:
@@ -137,13 +149,15 @@ def _backward_q(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, tiles
         k_ptr += (h // GROUP) * k_head
         v_ptr += (h // GROUP) * v_head
         dq = tl.zeros([BM, DP], tl.float32)
-        for at in range(start, tl.minimum(first + BM, end), BN):
-            keys = at + tl.arange(0, BN)
-            k = _rows(k_ptr, keys, end, k_row, d, D)
-            v = _rows(v_ptr, keys, end, v_row, d, D)
-            p = tl.exp2(_scores(q, k, rows, keys, end, factor) - lse[:, None])
-            ds = p * (dot(do, v.T, tl.zeros([BM, BN], tl.float32)) - delta[:, None])
-            dq = dot(ds.to(k.dtype), k, dq)
+        for part in tl.static_range(1 + SHARED):
+            begin, stop = _keys_of(part, start, end, first, cu_ptr, BM)
+            for at in range(begin, stop, BN):
+                keys = at + tl.arange(0, BN)
+                k = _rows(k_ptr, keys, stop, k_row, d, D)
+                v = _rows(v_ptr, keys, stop, v_row, d, D)
+                p = tl.exp2(_scores(q, k, rows, keys, stop, factor) - lse[:, None])
+                ds = p * (dot(do, v.T, tl.zeros([BM, BN], tl.float32)) - delta[:, None])
+                dq = dot(ds.to(k.dtype), k, dq)
         to = (rows.to(tl.int64)[:, None] * HEADS + h) * D + d[None, :]
         tl.store(dq_ptr + to, (dq * scaling).to(dq_ptr.dtype.element_ty), (rows[:, None] < end) & (d[None, :] < D))
 
@@ -152,24 +166,27 @@ class DocumentAttention(torch.autograd.Function):
     """q [1, H, T, D], k and v [1, G, T, D] of any strides with D dense -> [1, T, H, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, scaling: float, shared: bool) -> torch.Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        cu = cu.to(q.device, torch.int32)
         heads, tokens, width = q.shape[1:]
         out = torch.empty(1, tokens, heads, width, dtype=q.dtype, device=q.device)
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
         bm, bn, warps, stages = _blocks(q)
-        table = tiles(cu.to(q.device), tokens, bm)
+        table = tiles(cu, tokens, bm)
         if tokens:
-            _forward[(table.shape[0], heads)](q, k, v, out, lse, table, *_strides(q, k, v), tokens, scaling * _LOG2E, HEADS=heads,
-                                              GROUP=heads // k.shape[1], D=width, DP=triton.next_power_of_2(width), BM=bm, BN=bn,
-                                              num_warps=warps, num_stages=stages)  # fmt: skip
+            _forward[(table.shape[0], heads)](
+                q, k, v, out, lse, table, cu, *_strides(q, k, v), tokens, scaling * _LOG2E, HEADS=heads, GROUP=heads // k.shape[1],
+                D=width, DP=triton.next_power_of_2(width), BM=bm, BN=bn, SHARED=shared, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse, cu)
-        ctx.scaling = scaling
+        ctx.how = scaling, shared
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, cu = ctx.saved_tensors
+        scaling, shared = ctx.how
         dout = grads[0].contiguous()
         (heads, tokens, width), kv_heads = q.shape[1:], k.shape[1]
         dq, dk, dv = (torch.empty(1, tokens, x.shape[1], width, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -177,15 +194,14 @@ class DocumentAttention(torch.autograd.Function):
             delta = torch.empty_like(lse)
             padded = triton.next_power_of_2(width)
             _delta[(tokens, heads)](out, dout, delta, tokens, HEADS=heads, D=width, DP=padded, num_warps=1)
-            block, warps = (64, 4) if width <= 128 else (32, 4)
-            table = tiles(cu.to(q.device), tokens, block)
+            block = _backward_block(q)
+            table = tiles(cu, tokens, block)
             common = {"HEADS": heads, "GROUP": heads // kv_heads, "D": width, "DP": padded, "BM": block, "BN": block,
-                      "num_warps": warps, "num_stages": 2}  # fmt: skip
-            factors = tokens, ctx.scaling * _LOG2E, ctx.scaling
-            _backward_kv[(table.shape[0], kv_heads)](q, k, v, dout, lse, delta, dk, dv, table, *_strides(q, k, v), *factors,
-                                                     **common)
-            _backward_q[(table.shape[0], heads)](q, k, v, dout, lse, delta, dq, table, *_strides(q, k, v), *factors, **common)
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None, None
+                      "SHARED": shared, "num_warps": 4, "num_stages": 2}  # fmt: skip
+            numbers = *_strides(q, k, v), tokens, scaling * _LOG2E, scaling
+            _backward_kv[(table.shape[0], kv_heads)](q, k, v, dout, lse, delta, dk, dv, table, cu, *numbers, **common)
+            _backward_q[(table.shape[0], heads)](q, k, v, dout, lse, delta, dq, table, cu, *numbers, **common)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None, None, None
 
 
 def _strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
@@ -194,22 +210,35 @@ def _strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ..
 
 def _blocks(q: torch.Tensor) -> tuple[int, int, int, int]:
     """(BM, BN, warps, stages) of the forward kernel; small in the interpreter, so that several tiles are used."""
-    if q.device.type != "cuda":
+    if q.device.type == "cpu":
         return 16, 16, 4, 1
     return (128, 64, 8, 3) if q.shape[-1] <= 128 else (64, 32, 4, 2)
 
 
+def _backward_block(q: torch.Tensor) -> int:
+    """Queries and keys a tile of both backward kernels."""
+    if q.device.type == "cpu":
+        return 16
+    return 64 if q.shape[-1] <= 128 else 32
+
+
 def offline_cases() -> list[Case]:
-    bf16 = {80: r"mma\.sync[.a-z0-9]*bf16", 90: r"wgmma\.mma_async[.a-z0-9]*bf16", 100: r"tcgen05\.mma",
-            120: r"mma\.sync[.a-z0-9]*bf16"}  # fmt: skip
+    bf16 = {80: r"mma\.sync[.a-z0-9]*bf16", 89: r"mma\.sync[.a-z0-9]*bf16", 90: r"wgmma\.mma_async[.a-z0-9]*bf16",
+            100: r"tcgen05\.mma", 120: r"mma\.sync[.a-z0-9]*bf16"}  # fmt: skip
+    # tiles of 32 rows are too small for a warp group
+    small = bf16 | {90: r"(wgmma|mma\.sync)[._a-z0-9]*bf16", 100: r"(tcgen05\.mma|mma\.sync[.a-z0-9]*bf16)"}
     pointers = {f"{name}_ptr": "*bf16" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
-    pointers |= {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "tiles_ptr": "*i32"}
+    pointers |= {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "tiles_ptr": "*i32", "cu_ptr": "*i32"}
     numbers = {f"{x}_{y}": "i32" for x in "qkv" for y in ("head", "row")} | {"T": "i32", "factor": "fp32", "scaling": "fp32"}
+    every = pointers | numbers
     cases = []
-    for name, kernel, blocks, warps, stages in [("forward", _forward, (128, 64), 8, 3), ("dk dv", _backward_kv, (64, 64), 4, 2),
-                                                ("dq", _backward_q, (64, 64), 4, 2)]:  # fmt: skip
-        every = pointers | numbers
-        types = {k: every[k] for k in kernel.arg_names if k in every}
-        constants = {"HEADS": 32, "GROUP": 4, "D": 128, "DP": 128, "BM": blocks[0], "BN": blocks[1]}
-        cases.append(Case(f"document_attention {name}", kernel, types, constants, bf16, warps, stages, ("T",)))
+    for width, shared in ((128, False), (128, True), (256, True)):
+        q = torch.empty(0, width, device="meta")
+        label, where = (f" D {width}" if width > 128 else "") + (" shared" if shared else ""), small if width > 128 else bf16
+        square = (_backward_block(q), _backward_block(q), 4, 2)
+        for name, kernel, how in [("forward", _forward, _blocks(q)), ("dk dv", _backward_kv, square), ("dq", _backward_q, square)]:
+            bm, bn, warps, stages = how
+            types = {k: every[k] for k in kernel.arg_names if k in every}
+            constants = {"HEADS": 32, "GROUP": 4, "D": width, "DP": width, "BM": bm, "BN": bn, "SHARED": shared}
+            cases.append(Case(f"document_attention {name}{label}", kernel, types, constants, where, warps, stages, ("T",)))
     return cases
