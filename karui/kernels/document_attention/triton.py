@@ -1,9 +1,9 @@
 """Causal attention inside documents of a ragged row, forward and backward (FlashAttention-2, arXiv 2307.08691, alg. 1 and 2).
 
-Work is a list of tiles, each inside one document; the list is made on the device from cu_seqlens, so nothing waits for the host. The
-backward pass has one kernel for dk and dv (a tile of keys, all queries of its group's heads that see it) and one for dq: no atomics, so
-two runs give the same bits. With SHARED the rows of later documents see the first document too: their tiles read its keys after
-their own, and its tiles of keys read all later rows.
+Work is a list of tiles, each inside one document; the list is made on the device from cu_seqlens, so nothing waits for the host.
+The backward pass has one kernel for dk and dv (a tile of keys, all queries of its group's heads that see it) and one for dq: no
+atomics, so two runs give the same bits. With SHARED the rows of later documents see the first document too: their tiles read its
+keys after their own, and its tiles of keys read all later rows.
 
 Legend: T tokens, D head_dim, BM queries and BN keys a tile. Scores are kept in base 2.
 """
@@ -166,7 +166,9 @@ class DocumentAttention(torch.autograd.Function):
     """q [1, H, T, D], k and v [1, G, T, D] of any strides with D dense -> [1, T, H, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, scaling: float, shared: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, scaling: float, shared: bool
+    ) -> torch.Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         cu = cu.to(q.device, torch.int32)
         heads, tokens, width = q.shape[1:]
@@ -176,8 +178,9 @@ class DocumentAttention(torch.autograd.Function):
         table = tiles(cu, tokens, bm)
         if tokens:
             _forward[(table.shape[0], heads)](
-                q, k, v, out, lse, table, cu, *_strides(q, k, v), tokens, scaling * _LOG2E, HEADS=heads, GROUP=heads // k.shape[1],
-                D=width, DP=triton.next_power_of_2(width), BM=bm, BN=bn, SHARED=shared, num_warps=warps, num_stages=stages,
+                q, k, v, out, lse, table, cu, *_strides(q, k, v), tokens, scaling * _LOG2E, HEADS=heads,
+                GROUP=heads // k.shape[1], D=width, DP=triton.next_power_of_2(width), BM=bm, BN=bn, SHARED=shared,
+                num_warps=warps, num_stages=stages,
             )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse, cu)
         ctx.how = scaling, shared
@@ -236,8 +239,8 @@ def offline_cases() -> list[Case]:
         q = torch.empty(0, width, device="meta")
         label, where = (f" D {width}" if width > 128 else "") + (" shared" if shared else ""), small if width > 128 else bf16
         square = (_backward_block(q), _backward_block(q), 4, 2)
-        for name, kernel, how in [("forward", _forward, _blocks(q)), ("dk dv", _backward_kv, square), ("dq", _backward_q, square)]:
-            bm, bn, warps, stages = how
+        kernels = {"forward": (_forward, _blocks(q)), "dk dv": (_backward_kv, square), "dq": (_backward_q, square)}
+        for name, (kernel, (bm, bn, warps, stages)) in kernels.items():
             types = {k: every[k] for k in kernel.arg_names if k in every}
             constants = {"HEADS": 32, "GROUP": 4, "D": width, "DP": width, "BM": bm, "BN": bn, "SHARED": shared}
             cases.append(Case(f"document_attention {name}{label}", kernel, types, constants, where, warps, stages, ("T",)))
