@@ -1,7 +1,8 @@
 """Cross entropy of a linear head on a GPU: cuBLAS makes a chunk of logits, one kernel turns each row into its loss and, in place,
 its gradient, and cuBLAS pulls that back (Liger-Kernel, arXiv 2410.10989, section 3.2).
 
-A row is read twice: max and sum of exponentials together (the online softmax of arXiv 1805.02867), then the gradient.
+A row is read twice: max and sum of exponentials together (the online softmax of arXiv 1805.02867), then the gradient. Under
+autocast the three products are in its dtype, as those of torch's own linear layers are; sums and losses are in fp32.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int) -> torch.Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        ctx.dtypes, kind = (hidden.dtype, weight.dtype), hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -69,15 +73,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += logits.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
         return total.float()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
-            None if grad_hidden is None else grad_hidden * grads[0].to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * grads[0]).to(ctx.weight_dtype),
+            None if grad_hidden is None else grad_hidden.to(ctx.dtypes[0]) * grads[0].to(ctx.dtypes[0]),
+            None if grad_weight is None else (grad_weight * grads[0]).to(ctx.dtypes[1]),
             None,
             None,
         )

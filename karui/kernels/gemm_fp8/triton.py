@@ -91,26 +91,37 @@ def gemm_fp8(a: ScaledFloat8, b: ScaledFloat8, out_dtype: torch.dtype, b_kind: s
     y = torch.empty(m, -(-n // step) * step, dtype=out_dtype, device=left.device)[:, :n]
     tiled = b_kind != "whole"
     roomy = left.device.type == "cuda" and capability(left.device) in (90, 100, 103)
-    candidates = (TILED if roomy else TILED_99K) if tiled else (WHOLE if roomy else WHOLE_99K)
+    candidates = (TILED if roomy else TILED_99K) if tiled else fitting(WHOLE if roomy else WHOLE_99K, out_dtype.itemsize)
     if left.device.type != "cuda" or min(m, n) <= 64:
         candidates = candidates[-1:]
     scales = a.scale.contiguous(), b.scale.contiguous()
 
     def run(c: Config) -> None:
-        programs = min(num_processors(left.device), triton.cdiv(m, c["BM"]) * triton.cdiv(n, c["BN"]))
+        # compiled for the device's programs, also where there are fewer tiles: a number per shape would compile anew for each
+        every = num_processors(left.device)
+        programs = min(every, triton.cdiv(m, c["BM"]) * triton.cdiv(n, c["BN"]))
         deep = 128 if tiled else c["BK"]
         args: tuple[Any, ...] = (
             TensorDescriptor.from_tensor(left, [c["BM"], deep]), TensorDescriptor.from_tensor(right, [c["BN"], deep]),
             TensorDescriptor(y, [m, n], [y.stride(0), 1], [c["BM"], c["BN"]]), *scales, m, n, k,
         )  # fmt: skip
         if tiled:
-            _tiled[(programs,)](*args, B_SQUARE=b_kind == "128x128", BAND=_BAND, PROGRAMS=programs, **c())
+            _tiled[(programs,)](*args, B_SQUARE=b_kind == "128x128", BAND=_BAND, PROGRAMS=every, **c())
         else:
-            _whole[(programs,)](*args, A_ROWS=a.scale.numel() > 1, B_ROWS=b.scale.numel() > 1, BAND=_BAND, PROGRAMS=programs,
-                                **c())
+            _whole[(programs,)](*args, A_ROWS=a.scale.numel() > 1, B_ROWS=b.scale.numel() > 1, BAND=_BAND, PROGRAMS=every, **c())
 
-    launch(("gemm_fp8", b_kind, m, n, k, out_dtype), candidates, run, left.device)
+    launch(("gemm_fp8", b_kind, *shape_class(m, n, k), out_dtype), candidates, run, left.device)
     return y
+
+
+def fitting(candidates: list[Config], out_bytes: int) -> list[Config]:
+    """An fp32 output's tile of 128 x 256 lies in shared memory too, and leaves no room for three stages."""
+    return [c for c in candidates if out_bytes < 4 or c["BN"] < 256]
+
+
+def shape_class(*sizes: int) -> tuple[int, ...]:
+    """What shapes are tuned as one: packed batches differ in their rows from step to step."""
+    return tuple(triton.next_power_of_2(size) for size in sizes)
 
 
 def aligned(codes: torch.Tensor) -> torch.Tensor:
@@ -120,8 +131,8 @@ def aligned(codes: torch.Tensor) -> torch.Tensor:
         return codes
     step = 16 // size
     wide = torch.zeros(codes.shape[0], -(-codes.shape[1] // step) * step, dtype=codes.dtype, device=codes.device)
-    wide.view(torch.uint8 if size == 1 else codes.dtype)[:,
-                                                         : codes.shape[1]] = codes.view(torch.uint8 if size == 1 else codes.dtype)
+    into, read = (t.view(torch.uint8) if size == 1 else t for t in (wide, codes))
+    into[:, : codes.shape[1]] = read
     return wide
 
 
@@ -129,16 +140,19 @@ def offline_cases() -> list[Case]:
     dot = {89: r"mma\.sync[.a-z0-9]*e4m3", 90: r"wgmma\.mma_async[.a-z0-9]*e4m3", 100: r"tcgen05\.mma",
            120: r"mma\.sync[.a-z0-9]*e4m3"}
     cases = []
-    for big, bm, bn, warps, stages, expects in [
-        (True, 128, 256, 8, 3, {90: dot[90], 100: dot[100]}),
-        (False, 128, 128, 8, 3, {89: dot[89], 120: dot[120]}),
-    ]:
-        types = {"a_desc": f"tensordesc<fp8e4nv[{bm},128]>", "b_desc": f"tensordesc<fp8e4nv[{bn},128]>",
-                 "y_desc": f"tensordesc<bf16[{bm},{bn}]>", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "M": "i32", "N": "i32",
-                 "K": "i32"}  # fmt: skip
-        constants = {"A_ROWS": True, "B_ROWS": True, "BM": bm, "BN": bn, "BK": 128, "BAND": 8, "PROGRAMS": 132}
-        cases.append(Case(f"gemm_fp8 rows {bm}x{bn}", _whole, types, constants, expects, warps, stages,
-                          quick=(90, 100) if big else (120,)))  # fmt: skip
+    for name, all_of, out, left, ccs, quick in [
+        ("rows", WHOLE, "bf16", "fp8e4nv", (90, 100), (90, 100)), ("rows, fp32", WHOLE, "fp32", "fp8e4nv", (90, 100), (90,)),
+        ("E5M2 x E4M3", WHOLE, "bf16", "fp8e5", (90, 100), ()), ("rows, small", WHOLE_99K, "bf16", "fp8e4nv", (89, 120), (120,)),
+    ]:  # fmt: skip
+        c = fitting(all_of, 4 if out == "fp32" else 2)[0]
+        bm, bn = c["BM"], c["BN"]
+        types = {"a_desc": f"tensordesc<{left}[{bm},128]>", "b_desc": f"tensordesc<fp8e4nv[{bn},128]>",
+                 "y_desc": f"tensordesc<{out}[{bm},{bn}]>", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32",
+                 **dict.fromkeys(("M", "N", "K"), "i32")}  # fmt: skip
+        rows = left == "fp8e4nv"
+        constants = {"A_ROWS": rows, "B_ROWS": rows, "BAND": _BAND, "PROGRAMS": 132, **dict(c.blocks)}
+        cases.append(Case(f"gemm_fp8 {name} {bm}x{bn}", _whole, types, constants, {cc: dot[cc] for cc in ccs}, c.num_warps,
+                          c.num_stages, quick=quick))  # fmt: skip
     for square in (True, False):
         for big in (True, False):
             expects = {cc: dot[cc] for cc in ((90, 100) if big else (89, 120))}

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from karui.kernels.gemm_fp8.triton import tile_of
+from karui.kernels.gemm_fp8.triton import shape_class, tile_of
 from karui.kernels.gemm_mx import row_scales
 from karui.kernels.train_quantize import Coded
 from karui.kernels.triton_support import capability
@@ -28,8 +28,8 @@ _E4M3, _E2M1 = tl.constexpr("e4m3"), tl.constexpr("e2m1")
 def _codes(ptr, rows, num_rows, first, K_STORED, PAIRS: tl.constexpr, BK: tl.constexpr):
     """[rows, BK] codes (or BK / 2 bytes) beginning at element `first`; zero beyond the matrix."""
     at = first // 2 + tl.arange(0, BK // 2) if PAIRS else first + tl.arange(0, BK)
-    return tl.load(ptr + rows.to(tl.int64)[:, None] * K_STORED + at[None, :], (rows[:, None] < num_rows) & (at[None,
-                                                                                                               :] < K_STORED), 0)
+    inside = (rows[:, None] < num_rows) & (at[None, :] < K_STORED)
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * K_STORED + at[None, :], inside, 0)
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def gemm_mx(a: Coded, b: Coded, out_dtype: torch.dtype, form: str, scaled: bool 
         kernel[grid](left, right, y, a_scale, b_scale, a_global, b_global, m, n, left.shape[1], a_scale.shape[1], y.stride(0),
                      FORMAT={"mxfp8": 0, "mxfp4": 1, "nvfp4": 2}[form], BAND=_BAND, **c())  # fmt: skip
 
-    launch(("gemm_mx", form, scaled, m, n, a.shape[1], out_dtype), candidates, run, device)
+    launch(("gemm_mx", form, scaled, *shape_class(m, n, a.shape[1]), out_dtype), candidates, run, device)
     return y
 
 

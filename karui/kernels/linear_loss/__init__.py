@@ -3,7 +3,8 @@
 The caller's `rows` turns a chunk of logits into losses and into their gradient while the logits are there; the gradients of
 hidden and weight follow at once (dlogits @ W, dlogits^T @ h), so nothing of the size of the vocabulary outlives its chunk. The
 scheme is Liger-Kernel's fused linear cross entropy (arXiv 2410.10989, section 3.2) with the loss left open; `cross_entropy`
-beside it is the special case that never forms probabilities.
+beside it is the special case that never forms probabilities. Under autocast on a GPU the products are in its dtype, the losses
+and the weight's gradient in fp32.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def linear_loss(hidden: torch.Tensor, weight: torch.Tensor, rows: RowLoss, chunk
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, rows: RowLoss, chunk: int) -> Any:
-        num_rows, vocabulary = hidden.shape[0], weight.shape[0]
+        ctx.dtypes, num_rows, vocabulary = (hidden.dtype, weight.dtype), hidden.shape[0], weight.shape[0]
+        if hidden.is_cuda and torch.is_autocast_enabled("cuda"):
+            hidden, weight = (x.to(torch.get_autocast_dtype("cuda")) for x in (hidden, weight))
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if ctx.needs_input_grad[1] else None
@@ -71,7 +74,6 @@ class _LinearLoss(torch.autograd.Function):
                 else:
                     grad_weight += (pull.T @ h).to(exact)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(per_row)
         return per_row.sum(dtype=torch.float64).to(exact), per_row
 
@@ -80,8 +82,8 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad = grads[0]
         return (
-            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
+            None if grad_hidden is None else grad_hidden.to(ctx.dtypes[0]) * grad.to(ctx.dtypes[0]),
+            None if grad_weight is None else (grad_weight * grad).to(ctx.dtypes[1]),
             None,
             None,
         )

@@ -59,7 +59,7 @@ def _backward(x_ptr, weight_ptr, rstd_ptr, dy_ptr, dx_ptr, dweight_ptr, num_rows
 
 
 def _warps(block: int) -> int:
-    return 4 if block <= 2048 else 8 if block <= 8192 else 16
+    return 1 if block <= 256 else 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out_dtype: torch.dtype,
@@ -91,11 +91,13 @@ class RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         num_rows, width = rows.shape
-        programs = max(1, min(num_rows, num_processors(x.device)))
+        block = triton.next_power_of_2(width)
+        # a program waits for one row at a time: several on a multiprocessor, the more the narrower (norms of single heads)
+        per_processor = max(2, min(16, 16_384 // block))
+        programs = max(1, min(num_rows, num_processors(x.device) * per_processor))
         each = triton.cdiv(num_rows, programs)
         dx = torch.empty_like(rows)
         partial = torch.zeros(programs, width, dtype=torch.float32, device=x.device)
-        block = triton.next_power_of_2(width)
         if num_rows:
             dy = grads[0].reshape(-1, width).contiguous()
             _backward[(programs,)](rows, weight, rstd, dy, dx, partial, num_rows, width, each,

@@ -223,12 +223,12 @@ def _code(x, R, C, row0, col0, codes_ptr, scale_ptr, given_ptr, seed, step_ptr, 
     _store_codes(codes, codes_ptr, row0, col0, R, C, width, ROWS, COLS, PAIRS)
 
 
-@triton.jit
+# the keys of the noise differ from layer to layer: specialized by value, each kind would be compiled several times
+@triton.jit(do_not_specialize=["seed", "layer", "row_tensor", "col_seed", "col_layer", "col_tensor"])
 def _both(x_ptr, sign_ptr, row_codes_ptr, row_scale_ptr, row_given_ptr, col_codes_ptr, col_scale_ptr, col_given_ptr, M, K,
-          stride_m,
-          stride_k, seed, step_ptr, layer, row_tensor, col_seed, col_step_ptr, col_layer, col_tensor, FORMAT: tl.constexpr,
-          SPAN: tl.constexpr, COMPAT: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-          HADAMARD: tl.constexpr, ROW_NOISE: tl.constexpr, COL_NOISE: tl.constexpr, TM: tl.constexpr,
+          stride_m, stride_k, seed, step_ptr, layer, row_tensor, col_seed, col_step_ptr, col_layer, col_tensor,
+          FORMAT: tl.constexpr, SPAN: tl.constexpr, COMPAT: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr,
+          COLS: tl.constexpr, HADAMARD: tl.constexpr, ROW_NOISE: tl.constexpr, COL_NOISE: tl.constexpr, TM: tl.constexpr,
           TK: tl.constexpr):  # fmt: skip
     m0, k0 = tl.program_id(0) * TM, tl.program_id(1) * TK
     x = _load(x_ptr, m0, k0, stride_m, stride_k, M, K, TM, TK)

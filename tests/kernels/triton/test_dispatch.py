@@ -88,6 +88,77 @@ def test_a_step_of_lora_as_the_trainer_runs_it(base, gpu, monkeypatch):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.fixture
+def autocast_here(monkeypatch):
+    """torch without CUDA leaves autocast on "cuda" off: that of the CPU stands in for it."""
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "autocast"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda kind, *a, real=real, **k: real("cpu" if kind == "cuda" else kind, *a, **k))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_step_under_autocast_as_the_trainer_runs_it(adapted, gpu, autocast_here):
+    """Weights in fp32, products in half precision: gradients are those of fp32 and in fp32, the head's too."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from karui.adapters.lora import attach
+    from karui.configs.steps import LoraStep
+    from karui.trainers.data import IGNORE
+    from karui.trainers.model import ATTENTION, LossSum, install_lean_ops, register_attention
+
+    register_attention()
+    torch.manual_seed(2)
+    config = LlamaConfig(vocab_size=40, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=False)  # fmt: skip
+    config._attn_implementation = ATTENTION
+    plain = LlamaForCausalLM(config)
+    if adapted:
+        plain = attach(plain, LoraStep(method="lora", rank=2, init="gaussian")).model
+    lean = copy.deepcopy(plain).to("cuda")
+    install_lean_ops(lean)
+    tokens = torch.randint(0, 40, (12,))
+    batch = tokens, torch.arange(12), torch.tensor([0, 5, 12]), torch.cat([tokens[1:], torch.full((1,), IGNORE)])
+    want = LossSum(plain, 4)(*batch)
+    with torch.autocast("cuda", torch.float16):
+        got = LossSum(lean, 4)(*(t.to("cuda") for t in batch))
+    want.backward()
+    got.backward()
+    assert got.dtype == torch.float32 and abs(got.item() - want.item()) <= 2e-3 * want.item()
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    for name, p in lean.named_parameters():
+        assert (p.grad is None) is (name not in grads), name
+        if p.grad is not None:
+            assert p.grad.dtype == torch.float32, name
+            assert (p.grad.cpu() - grads[name]).norm() <= 2e-2 * grads[name].norm() + 1e-3, name
+
+
+def test_targets_are_checked_without_waiting(gpu):
+    from karui.kernels.cross_entropy import linear_cross_entropy
+
+    hidden, weight = torch.ones(2, 16, device="cuda", dtype=torch.float16), torch.ones(5, 16, device="cuda", dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy: targets"):  # the device's assertion, later, on a real one
+        linear_cross_entropy(hidden, weight, torch.tensor([0, 5], device="cuda"))
+
+
+def test_a_loss_of_logits_under_autocast(gpu, autocast_here):
+    from karui.kernels.linear_loss import linear_loss
+
+    seen = []
+
+    def rows(start, stop, logits):
+        seen.append(logits.clone())
+        return logits.sum(-1) - logits.mul_(0).add_(1).sum(-1)
+
+    hidden, weight = (torch.randn(*s, device="cuda", requires_grad=True) for s in ((5, 16), (33, 16)))
+    with torch.autocast("cuda", torch.float16):
+        loss, _ = linear_loss(hidden, weight, rows, 3)
+    (loss * 2).backward()
+    exact = torch.cat(seen).cpu()
+    assert torch.equal(exact, exact.half().float())  # products of half precision, summed up in fp32
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    torch.testing.assert_close(weight.grad.cpu(), 2 * hidden.detach().cpu().sum(0).expand(33, -1), rtol=2e-2, atol=2e-2)
+
+
 SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
          "max_position_embeddings": 32, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 16}  # fmt: skip
 

@@ -32,6 +32,22 @@ def test_cross_entropy(n, v, dtype, bound, device, rng):
         close(a.detach(), b.detach(), bound)
 
 
+def test_cross_entropy_under_autocast(device, rng):
+    """The products in its dtype; the gradients of fp32 tensors are in fp32."""
+    hidden = torch.randn(7, 16, generator=rng, device=device, requires_grad=True)
+    weight = torch.randn(97, 16, generator=rng, device=device, requires_grad=True)
+    targets = torch.randint(0, 97, (7,), generator=rng, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss, _ = linear_cross_entropy(hidden, weight, targets, chunk=3, backend="triton")
+    loss.backward()
+    h, w = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    want = ce_reference.linear_cross_entropy(h, w, targets)
+    want.backward()
+    assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
+    for a, b in [(loss, want), (hidden.grad, h.grad), (weight.grad, w.grad)]:
+        close(a.detach(), b.detach(), 3e-2)
+
+
 def test_cross_entropy_of_no_rows(device):
     hidden = torch.zeros(0, 4, device=device, requires_grad=True)
     loss, count = linear_cross_entropy(hidden, torch.ones(3, 4, device=device), torch.zeros(0, dtype=torch.long), backend="triton")
