@@ -3,17 +3,25 @@
     python benchmarks/gpu.py --json out.json            one card, under 8 minutes, no network; torch, triton, transformers
     python benchmarks/gpu.py --only correctness         on a CPU this is all there is: tiny shapes, Triton's interpreter
 
-Ceilings: the best of a few large copies (GB/s), and of torch's bf16 product at 8192^3 (TFLOP/s). Times are the median of CUDA-event
-timings after a warm-up, with the L2 cache cleared between runs where an operand would fit in it. Parts that no time is left for say so.
-Kernel configurations are timed once per shape (`triton_support.tuning`).
+Ceilings: a large copy (GB/s) and torch's bf16 product at 8192^3 (TFLOP/s). Times are medians of CUDA-event timings after a warm-up.
+What decoding runs is timed as a CUDA graph over so many copies of the weights that no cache holds them. Kernel configurations are timed
+once per class of shapes (`triton_support.tuning`).
+
+A part that fails is reported as failed and the next one runs; parts that no time is left for say so. The exit code is 1 when a
+comparison is wrong or anything failed. A test walks through the whole speed half on a CPU with the shapes of `TINY`.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
+import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +42,22 @@ from karui.kernels.triton_support import has_triton, tuning  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 START = time.monotonic()
-BUDGET_S = 440.0
-RECIPES = ("fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8")
+BUDGET_S = 440.0 if GPU else math.inf
+FOR_SPEED_S = 200.0  # of the budget, which the correctness half leaves
+RECIPES = {"fp8-current": 89, "fp8-rowwise": 89, "fp8-blockwise": 89, "mxfp8": 100}  # the capability whose tensor cores have it
+FAILED = "failed: "
 
 
 def left() -> float:
     return BUDGET_S - (time.monotonic() - START)
+
+
+def failure(name: str, problem: Exception) -> Figure:
+    return Figure(name=name, ours=None, unit="", note=f"{FAILED}{type(problem).__name__}: {str(problem)[:300]}")
+
+
+def no_time(name: str) -> Figure:
+    return Figure(name=name, ours=None, unit="", note="no time was left")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -322,39 +340,88 @@ def runner(spec: str | None, kv_dtype: str, experts: int) -> float:
 def correctness() -> list[Figure]:
     figures = []
     for name, (bound, run) in checks().items():
+        if left() < FOR_SPEED_S:
+            figures.append(no_time(f"correct: {name}"))
+            continue
         try:
-            error, note = run(), ""
+            figures.append(Figure(name=f"correct: {name}", ours=run(), unit="error", goal=bound, better="lower"))
         except Exception as problem:  # one broken kernel must not hide the others
-            error, note = float("inf"), f"{type(problem).__name__}: {str(problem)[:200]}"
-        figures.append(Figure(name=f"correct: {name}", ours=error, unit="error", goal=bound, better="lower", note=note))
+            figures.append(failure(f"correct: {name}", problem))
     return figures
 
 
 # -- speed
 
 
-def milliseconds(run: Callable[[], Any], repeats: int = 15, flush: bool = True) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Shapes of the speed half.
+
+    Attributes:
+        copied, cold: bytes of the copy, and of weights that no cache holds together.
+        square: of the products and quantizers.
+        experts: their number, N, K and rows.
+        weight, narrow: [N, K] of the large and of the small packed weights.
+        contexts: sequences and tokens of each, for paged attention; heads: of queries, of keys, and their width.
+        attention: tokens of the ragged row; layers, model: of the llama; batch: its rows and their length.
+        lora: rows and the width of a square weight, and the few rows that a packed base is read for.
+        prompt, new, requests: tokens of a prompt, tokens to generate, prompts at once; grid: of the quantized engine's weights.
+    """
+
+    copied: int = 2**30
+    cold: int = 2**29
+    square: int = 8192
+    experts: tuple[int, int, int, int] = (16, 4096, 2048, 16384)
+    weight: tuple[int, int] = (28672, 8192)
+    narrow: tuple[int, int] = (4096, 8192)
+    contexts: tuple[tuple[int, int], ...] = ((32, 4096), (1, 32768))
+    heads: tuple[int, int, int] = (32, 8, 128)
+    attention: int = 8192
+    layers: int = 16
+    model: dict[str, int] = field(default_factory=dict)
+    batch: tuple[int, int] = (2, 4096)
+    lora: tuple[int, int, int] = (8192, 4096, 256)
+    prompt: int = 128
+    new: int = 256
+    requests: int = 64
+    grid: str = "w4g128"
+
+
+FULL = Sizes()
+TINY = Sizes(
+    copied=2**12, cold=1, square=64, experts=(16, 16, 128, 20), weight=(32, 256), narrow=(32, 256), contexts=((2, 32), (1, 32)),
+    heads=(4, 2, 16), attention=24, layers=1, batch=(2, 8), lora=(20, 64, 5), prompt=5, new=2, requests=2, grid="w4g32",
+    model={"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+)  # fmt: skip
+
+
+def one_run(run: Callable[[], Any]) -> float:
+    """Milliseconds."""
+    if not GPU:
+        begin_s = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin_s) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def milliseconds(run: Callable[[], Any], repeats: int = 15) -> float:
     """Median time of one run."""
-    cold = torch.empty(64 * 2**20, dtype=torch.int32, device=DEVICE) if flush else None
-    for _ in range(3):
+    for _ in range(3 if GPU else 0):
         run()
-    times = []
-    for _ in range(repeats):
-        if cold is not None:
-            cold.zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+    return statistics.median(one_run(run) for _ in range(repeats if GPU else 1))
 
 
-def in_graph(run: Callable[[], Any]) -> Callable[[], None]:
+def in_graph(run: Callable[[], Any]) -> Callable[[], Any]:
     """`run` as a CUDA graph, as decoding runs it: launches cost nothing."""
-    for _ in range(3):
-        run()
+    for _ in range(3 if GPU else 0):
+        run()  # tunes, too
+    if not GPU:
+        return run
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -362,16 +429,31 @@ def in_graph(run: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def ceilings() -> tuple[float, float, list[Figure]]:
-    a = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
+def cold_milliseconds(run: Callable[[Any], Any], held: Any, moved: float, s: Sizes) -> float:
+    """Median time of `run(held)`, which reads `moved` bytes of it, from memory: in one graph with copies that no cache holds."""
+    copies = [held, *(copy.deepcopy(held) for _ in range(min(64, math.ceil(s.cold / moved))))]
+    return milliseconds(in_graph(lambda: [run(each) for each in copies])) / len(copies)
+
+
+def settle() -> None:
+    """Give back what the part before held."""
+    gc.collect()
+    if GPU:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def ceilings(s: Sizes) -> tuple[float, float, list[Figure]]:
+    a = torch.empty(s.copied, dtype=torch.uint8, device=DEVICE)
     b = torch.empty_like(a)
-    copy = 2 * a.numel() / milliseconds(lambda: b.copy_(a), flush=False) / 1e6
-    x, y = randn(8192, 8192, dtype=torch.bfloat16), randn(8192, 8192, dtype=torch.bfloat16)
-    product = 2 * 8192**3 / milliseconds(lambda: x @ y.t(), flush=False) / 1e9
-    return copy, product, [Figure(name="ceiling: copy", ours=copy, unit="GB/s"), Figure(name="ceiling: bf16 8192^3", ours=product, unit="TFLOP/s")]
+    copied = 2 * a.numel() / milliseconds(lambda: b.copy_(a)) / 1e6
+    x, y = (randn(s.square, s.square, dtype=torch.bfloat16) for _ in range(2))
+    product = 2 * s.square**3 / milliseconds(lambda: x @ y.t()) / 1e9
+    return copied, product, [Figure(name="ceiling: copy", ours=copied, unit="GB/s"),
+                             Figure(name=f"ceiling: bf16 {s.square}^3", ours=product, unit="TFLOP/s")]
 
 
-def gemms(bf16: float) -> list[Figure]:
+def gemms(s: Sizes, bf16: float) -> list[Figure]:
     from karui.kernels.gemm_fp8 import gemm_fp8
     from karui.kernels.gemm_mx import gemm_mx
     from karui.kernels.quantize.scaled_float8 import ScaledFloat8
@@ -380,110 +462,118 @@ def gemms(bf16: float) -> list[Figure]:
 
     if obstacle(DEVICE, 89):
         return [Figure(name="FP8 GEMM", ours=None, unit="TFLOP/s", note=obstacle(DEVICE, 89))]
-    n, figures = 8192, []
+    n, figures = s.square, []
     x = randn(n, n, dtype=torch.bfloat16)
     flops = 2 * n**3 / 1e9
     for a_kind, b_kind, goal in (("tensor", "tensor", None), ("row", "row", None), ("1x128", "128x128", 1.5), ("1x128", "1x128", None)):
-        a, b = (quantize_both(x, f"e4m3-{k}", cols=False)[0] for k in (a_kind, b_kind))
+        a, b = (quantize_both(x, f"e4m3-{k}", cols=False, backend="triton")[0] for k in (a_kind, b_kind))
         left_, right = (ScaledFloat8(q.codes, q.scale, q.tile) for q in (a, b))
-        speed = flops / milliseconds(lambda l=left_, r=right: gemm_fp8(l, r, torch.bfloat16, "triton"), flush=False)
-        figures.append(Figure(name=f"FP8 GEMM {a_kind} x {b_kind}, 8192^3", ours=speed, unit="TFLOP/s", peer=bf16, peer_name="torch bf16", goal=goal))
-    if not obstacle(DEVICE, 100):
-        for kind in ("mxfp8", "mxfp4", "nvfp4"):
-            a, _ = quantize_both(x, kind, cols=False)
-            speed = flops / milliseconds(lambda a=a: gemm_mx(a, a, torch.bfloat16, "triton"), flush=False)
-            figures.append(Figure(name=f"GEMM {kind}, 8192^3", ours=speed, unit="TFLOP/s", peer=bf16, peer_name="torch bf16"))
+        speed = flops / milliseconds(lambda l=left_, r=right: gemm_fp8(l, r, torch.bfloat16, "triton"))
+        figures.append(Figure(name=f"FP8 GEMM {a_kind} x {b_kind}, {n}^3", ours=speed, unit="TFLOP/s", peer=bf16, peer_name="torch bf16", goal=goal))
+    for kind in ("mxfp8", "mxfp4", "nvfp4") if not obstacle(DEVICE, 100) else ():
+        a, _ = quantize_both(x, kind, cols=False, backend="triton")
+        speed = flops / milliseconds(lambda a=a: gemm_mx(a, a, torch.bfloat16, "triton"))
+        figures.append(Figure(name=f"GEMM {kind}, {n}^3", ours=speed, unit="TFLOP/s", peer=bf16, peer_name="torch bf16"))
     return figures
 
 
-def experts(bf16: float, copy: float) -> list[Figure]:
-    """16 experts of 4096 x 2048: a training step's rows, and a token's four experts in decoding."""
+def random_weight(n: int, k: int, group: int) -> Any:
+    """A packed int4 weight [n, k]."""
+    from karui.kernels.gemm_weight import PackedWeight
+
+    data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
+    return PackedWeight(data, torch.rand(n, k // group, device=DEVICE).half(), None, None, 4, 8, (n, k))
+
+
+def experts(s: Sizes, bf16: float, copied: float) -> list[Figure]:
+    """A training step's rows, and a token's four experts in decoding."""
     from karui.kernels.gemm_grouped import gemm_grouped, group_rows
-    from karui.kernels.gemm_weight import PackedWeight, gemm_weight
+    from karui.kernels.gemm_weight import gemm_weight
 
-    num, n, k = 16, 4096, 2048
-    w, x = randn(num, n, k, dtype=torch.bfloat16), randn(16384, k, dtype=torch.bfloat16)
-    groups = group_rows(torch.randint(0, num, (16384,), device=DEVICE), num)
-    speed = 2 * 16384 * n * k / milliseconds(lambda: gemm_grouped(x, w, groups), flush=False) / 1e9
-    figures = [Figure(name="grouped GEMM bf16, 16384 rows", ours=speed, unit="TFLOP/s", peer=bf16, peer_name="torch bf16 8192^3")]
-    few = group_rows(torch.tensor([1, 4, 9, 15], device=DEVICE), num)
-    packed = PackedWeight(torch.randint(0, 256, (num * n, k // 2), dtype=torch.uint8, device=DEVICE),
-                          torch.rand(num * n, k // 128, device=DEVICE).half(), None, None, 4, 8, (num * n, k))
-    for name, moved, run in (("bf16", 4 * n * k * 2, lambda: gemm_grouped(x[:4], w, few)),
-                             ("W4 g128", packed.num_bytes / 4, lambda: gemm_weight(x[:4], packed, groups=few))):
-        run()  # tunes outside of the graph
-        speed = moved / milliseconds(in_graph(run)) / 1e6
-        figures.append(Figure(name=f"4 of 16 experts {name}, 1 row each", ours=speed, unit="GB/s", peer=copy, peer_name="copy"))
+    num, n, k, rows = s.experts
+    w, x = randn(num, n, k, dtype=torch.bfloat16), randn(rows, k, dtype=torch.bfloat16)
+    groups = group_rows(torch.randint(0, num, (rows,), device=DEVICE), num, "triton")
+    speed = 2 * rows * n * k / milliseconds(lambda: gemm_grouped(x, w, groups, "triton")) / 1e9
+    figures = [Figure(name=f"grouped GEMM bf16, {rows} rows", ours=speed, unit="TFLOP/s", peer=bf16, peer_name="torch bf16 product")]
+    few, x = group_rows(torch.tensor([1, 4, 9, 15], device=DEVICE), num, "triton"), x[:4]
+    packed = random_weight(num * n, k, 128)
+    for name, held, moved, run in (("bf16", w, 4 * n * k * 2, lambda w: gemm_grouped(x, w, few, "triton")),
+                                   ("W4 g128", packed, packed.num_bytes * 4 / num, lambda w: gemm_weight(x, w, None, "triton", few))):
+        speed = moved / cold_milliseconds(run, held, moved, s) / 1e6
+        figures.append(Figure(name=f"4 of {num} experts {name}, 1 row each", ours=speed, unit="GB/s", peer=copied, peer_name="copy"))
     return figures
 
 
-def quantizers(copy: float) -> list[Figure]:
+def quantizers(s: Sizes, copied: float) -> list[Figure]:
+    """Bytes: what is read (twice where the tensor's scale is found first), and the codes of both directions."""
     from karui.kernels.train_quantize import quantize_both
 
-    x, figures = randn(8192, 8192, dtype=torch.bfloat16), []
-    for kind, out in (("e4m3-1x128", 1.0), ("e4m3-128x128", 1.0), ("mxfp8", 1.0), ("mxfp4", 0.5), ("nvfp4", 0.5)):
-        moved = x.numel() * (2 + 2 * out + (2 if kind == "nvfp4" else 0))
-        speed = moved / milliseconds(lambda kind=kind: quantize_both(x, kind, backend="triton")) / 1e6
-        figures.append(Figure(name=f"quantize {kind}, rows and columns", ours=speed, unit="GB/s", peer=copy, peer_name="copy"))
+    x, figures = randn(s.square, s.square, dtype=torch.bfloat16), []
+    for kind, readings, code_bytes in (("e4m3-1x128", 1, 1.0), ("e4m3-128x128", 1, 1.0), ("mxfp8", 1, 1.0), ("mxfp4", 1, 0.5), ("nvfp4", 2, 0.5)):
+        moved = x.numel() * (2 * readings + 2 * code_bytes)
+        speed = moved / milliseconds(in_graph(lambda kind=kind: quantize_both(x, kind, backend="triton"))) / 1e6
+        figures.append(Figure(name=f"quantize {kind}, rows and columns", ours=speed, unit="GB/s", peer=copied, peer_name="copy"))
     return figures
 
 
-def decoding(copy: float) -> list[Figure]:
-    from karui.kernels.gemm_weight import PackedWeight, gemm_float8, gemm_int8, gemm_weight, pack_weight, takes_float8, takes_int8
+def decoding(s: Sizes, copied: float) -> list[Figure]:
+    from karui.kernels.gemm_weight import gemm_float8, gemm_int8, gemm_weight, pack_weight, takes_float8, takes_int8
     from karui.kernels.paged_attention import Cache, Plan, paged_attention
     from karui.kernels.quantize import quantize
     from karui.kernels.triton_support import obstacle
 
-    figures, n, k = [], 28672, 8192
-    data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
+    figures, (n, k) = [], s.weight
+
+    def share(name: str, moved: float, run: Callable[[Any], Any], held: Any, goal: float | None = None) -> None:
+        speed = moved / cold_milliseconds(run, held, moved, s) / 1e6
+        figures.append(Figure(name=name, ours=speed, unit="GB/s", peer=copied, peer_name="copy", goal=goal))
+
     for group in (128, 32):
-        w = PackedWeight(data, torch.rand(n, k // group, device=DEVICE).half(), None, None, 4, 8, (n, k))
+        w = random_weight(n, k, group)
         for m in (1, 16):
             x = randn(m, k, dtype=torch.bfloat16)
-            gemm_weight(x, w)  # tunes outside of the graph
-            speed = w.num_bytes / milliseconds(in_graph(lambda x=x, w=w: gemm_weight(x, w))) / 1e6
-            goal = 0.75 if (m, group) == (1, 128) else None
-            figures.append(Figure(name=f"W4A16 g{group}, {m} rows, {n}x{k}", ours=speed, unit="GB/s", peer=copy, peer_name="copy", goal=goal))
+            share(f"W4A16 g{group}, {m} rows, {n}x{k}", w.num_bytes, lambda w, x=x: gemm_weight(x, w, None, "triton"), w,
+                  0.75 if (m, group) == (1, 128) else None)
+    n, k = s.narrow
     for spec in ("fp8", "nvfp4", "w8", "w1.58"):
-        w = pack_weight(quantize(randn(4096, 8192), QuantSpec.parse(spec)))
+        w, x = pack_weight(quantize(randn(n, k), QuantSpec.parse(spec))), randn(1, k, dtype=torch.bfloat16)
         forms = {"A16": gemm_weight} | ({"A8": gemm_float8} if takes_float8(w) and not obstacle(DEVICE, 89) else {})
         forms |= {"A8": gemm_int8} if takes_int8(w) else {}
         for name, product in forms.items():
-            x = randn(1, 8192, dtype=torch.bfloat16)
-            product(x, w)  # tunes outside of the graph
-            speed = w.num_bytes / milliseconds(in_graph(lambda x=x, w=w, f=product: f(x, w))) / 1e6
-            figures.append(Figure(name=f"{spec} {name}, 1 row, 4096x8192", ours=speed, unit="GB/s", peer=copy, peer_name="copy"))
-    for name, sequences, context, eight in (("32 sequences", 32, 4096, False), ("32 sequences", 32, 4096, True), ("1 sequence", 1, 32768, False)):
-        blocks = sequences * context // 16
-        slots = blocks * 16
-        dtype = torch.float8_e4m3fn if eight else torch.bfloat16
-        scales = [torch.rand(slots, 8, device=DEVICE) if eight else None for _ in range(2)]
-        cache = Cache(*(randn(slots, 8, 128, dtype=torch.bfloat16).to(dtype) for _ in range(2)), *scales)
-        tables = torch.randperm(blocks, device=DEVICE).int().reshape(sequences, -1)
+            share(f"{spec} {name}, 1 row, {n}x{k}", w.num_bytes, lambda w, x=x, f=product: f(x, w, None, "triton"), w)
+    heads, kv_heads, width = s.heads
+    for sequences, context in s.contexts:
+        slots = sequences * context
+        tables = torch.randperm(slots // 16, device=DEVICE).int().reshape(sequences, -1)
         plan = Plan(torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE), torch.full((sequences,), context, dtype=torch.int32, device=DEVICE), tables, 16, 1)
-        q = randn(sequences, 32, 128, dtype=torch.bfloat16)
-        moved = 2 * slots * 8 * (128 * dtype.itemsize + (4 if eight else 0))
-        speed = moved / milliseconds(in_graph(lambda q=q, c=cache, p=plan: paged_attention(q, c, p, 0.09))) / 1e6
-        figures.append(Figure(name=f"paged decode, {name} of {context}{', fp8' if eight else ''}", ours=speed, unit="GB/s", peer=copy, peer_name="copy"))
-        del cache
+        q = randn(sequences, heads, width, dtype=torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            scales = [torch.rand(slots, kv_heads, device=DEVICE) for _ in range(2)] if dtype.itemsize == 1 else [None, None]
+            cache = Cache(*(randn(slots, kv_heads, width, dtype=torch.bfloat16).to(dtype) for _ in range(2)), *scales)
+            moved = 2 * slots * kv_heads * (width * dtype.itemsize + 4 * (dtype.itemsize == 1))
+            share(f"paged decode, {sequences} of {context}, {str(dtype)[6:]}", moved, lambda c, q=q, p=plan: paged_attention(q, c, p, 0.09, None, "triton"), cache)
     return figures
 
 
-def attention(bf16: float) -> list[Figure]:
+def attention(s: Sizes) -> list[Figure]:
+    """Operations: two products forward and five backward, each of half a square (causal)."""
     from karui.kernels.document_attention import document_attention
 
-    tokens, heads, width = 8192, 32, 128
-    q, k, v = (randn(1, h, tokens, width, dtype=torch.bfloat16).requires_grad_() for h in (heads, 8, 8))
-    cu = torch.tensor([0, tokens], device=DEVICE)
-    flops = 4 * tokens**2 * heads * width / 2 / 1e9
-    figures = []
-    for name, other in (("forward", False), ("forward and backward", True)):
-        def run(backend: str, other: bool = other) -> None:
+    heads, kv_heads, width = s.heads
+    q, k, v = (randn(1, h, s.attention, width, dtype=torch.bfloat16).requires_grad_() for h in (heads, kv_heads, kv_heads))
+    cu, grad = torch.tensor([0, s.attention], device=DEVICE), randn(1, s.attention, heads, width, dtype=torch.bfloat16)
+    flops = 4 * s.attention**2 * heads * width / 2 / 1e9
+
+    def run(backend: str, backward: bool) -> None:
+        with torch.set_grad_enabled(backward):
             out = document_attention(q, k, v, cu, 0.09, backend=backend)
-            if other:
-                out.sum().backward()
-        speeds = [flops * (3.5 if other else 1) / milliseconds(lambda b=b: run(b), 8, False) for b in ("triton", "torch")]
-        figures.append(Figure(name=f"ragged attention {name}, 8192 tokens", ours=speeds[0], unit="TFLOP/s", peer=speeds[1], peer_name="torch sdpa"))
+        if backward:
+            torch.autograd.grad(out, (q, k, v), grad)
+
+    figures = []
+    for name, backward in (("forward", False), ("forward and backward", True)):
+        ours, peer = (flops * (3.5 if backward else 1) / milliseconds(lambda b=b, other=backward: run(b, other), 8) for b in ("triton", "torch"))
+        figures.append(Figure(name=f"ragged attention {name}, {s.attention} tokens", ours=ours, unit="TFLOP/s", peer=peer, peer_name="torch sdpa"))
     return figures
 
 
@@ -500,13 +590,17 @@ def llama(layers: int = 16, experts: int = 0, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def training() -> list[Figure]:
+def tokens_of(s: Sizes, vocabulary: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, s.batch, device=DEVICE)
+
+
+def training(s: Sizes) -> list[Figure]:
+    from karui.kernels.triton_support import capability
     from karui.lowprec import LowPrecision, Precision
 
-    tokens = torch.randint(0, 32000, (2, 4096), device=DEVICE)
-
     def step_ms(recipe: str | None) -> float:
-        model = llama()
+        model = llama(s.layers, **s.model)
+        tokens = tokens_of(s, model.config.vocab_size)
         low = LowPrecision(Precision.parse(recipe)) if recipe else None
         if low is not None:
             low.prepare(model)
@@ -519,19 +613,21 @@ def training() -> list[Figure]:
             optimizer.step()
             optimizer.zero_grad()
 
-        return milliseconds(step, 5, False)
+        return milliseconds(step, 5)
 
-    plain = tokens.numel() / step_ms(None) * 1e3
-    figures = [Figure(name="step of a 1B llama, bf16", ours=plain, unit="tokens/s")]
-    for recipe in RECIPES:
-        if left() < 150:
-            figures.append(Figure(name=f"step, {recipe}", ours=None, unit="tokens/s", note="no time was left"))
+    count = math.prod(s.batch)
+    plain = count / step_ms(None) * 1e3
+    figures = [Figure(name=f"step of a llama of {s.layers} layers, bf16", ours=plain, unit="tokens/s")]
+    for recipe, needs in RECIPES.items():
+        if left() < 45:
+            figures.append(no_time(f"step, {recipe}"))
             continue
         try:
-            torch.cuda.empty_cache()
-            figures.append(Figure(name=f"step, {recipe}", ours=tokens.numel() / step_ms(recipe) * 1e3, unit="tokens/s", peer=plain, peer_name="bf16", goal=1.2))
+            settle()
+            goal = 1.2 if GPU and capability(DEVICE) >= needs else None
+            figures.append(Figure(name=f"step, {recipe}", ours=count / step_ms(recipe) * 1e3, unit="tokens/s", peer=plain, peer_name="bf16", goal=goal))
         except Exception as problem:
-            figures.append(Figure(name=f"step, {recipe}", ours=None, unit="tokens/s", note=f"{type(problem).__name__}: {str(problem)[:200]}"))
+            figures.append(failure(f"step, {recipe}", problem))
     return figures
 
 
@@ -583,81 +679,122 @@ def _steps(model: Any, loss_of: Callable[[], torch.Tensor]) -> Callable[[], torc
     return step
 
 
-def qlora() -> list[Figure]:
+def qlora(s: Sizes) -> list[Figure]:
     from importlib.util import find_spec
 
     missing = [name for name in ("peft", "bitsandbytes") if find_spec(name) is None]
-    tokens = torch.randint(0, 32000, (2, 4096), device=DEVICE)
-    ours = tokens.numel() / milliseconds(qlora_step(llama(), tokens), 5, False) * 1e3
-    torch.cuda.empty_cache()
+
+    def speed(make: Callable[[Any, torch.Tensor], Callable[[], torch.Tensor]]) -> float:
+        model = llama(s.layers, **s.model)
+        return math.prod(s.batch) / milliseconds(make(model, tokens_of(s, model.config.vocab_size)), 5) * 1e3
+
+    ours = speed(qlora_step)
+    settle()
     peer, note = None, f"{' and '.join(missing)} not installed" if missing else ""
     if not missing:
         try:
-            peer = tokens.numel() / milliseconds(peft_step(llama(), tokens), 5, False) * 1e3
+            peer = speed(peft_step)
         except Exception as problem:
-            note = f"the peer failed: {type(problem).__name__}: {str(problem)[:200]}"
-    return [Figure(name="QLoRA step of a 1B llama, nf4dq, rank 16", ours=ours, unit="tokens/s", peer=peer, peer_name="peft + bitsandbytes", note=note)]
+            note = f"the peer {FAILED}{type(problem).__name__}: {str(problem)[:200]}"
+    return [Figure(name=f"QLoRA step of a llama of {s.layers} layers, nf4dq, rank 16", ours=ours, unit="tokens/s", peer=peer, peer_name="peft + bitsandbytes", note=note)]
 
 
-def lora() -> list[Figure]:
+def lora(s: Sizes) -> list[Figure]:
     """Base product and update: karui's kernel against torch's three products."""
     from karui.kernels.gemm_weight import pack_weight
     from karui.kernels.gemm_weight.triton import gemm_lora
     from karui.kernels.lora.triton import low_rank_matmul
     from karui.kernels.quantize import quantize
 
-    figures = []
+    figures, (m, n, few) = [], s.lora
+    x, w = (randn(rows, n, dtype=torch.bfloat16) for rows in (m, n))
     for rank in (16, 64):
-        x, w, a, b = (randn(*s, dtype=torch.bfloat16) for s in ((8192, 4096), (4096, 4096), (rank, 4096), (4096, rank)))
-        flops = 2 * 8192 * 4096 * (4096 + 2 * rank) / 1e9
-        ours = flops / milliseconds(lambda x=x, w=w, a=a, b=b: low_rank_matmul(x, w.t(), a.t(), b.t(), 2.0), flush=False)
-        peer = flops / milliseconds(lambda x=x, w=w, a=a, b=b: torch.mm(x, w.t()).addmm_(torch.mm(x, a.t()).mul_(2.0), b.t()), flush=False)
-        figures.append(Figure(name=f"LoRA forward, 8192x4096x4096, rank {rank}", ours=ours, unit="TFLOP/s", peer=peer, peer_name="torch, 3 products"))
+        a, b = randn(rank, n, dtype=torch.bfloat16), randn(n, rank, dtype=torch.bfloat16)
+        flops = 2 * m * n * (n + 2 * rank) / 1e9
+        ours = flops / milliseconds(lambda a=a, b=b: low_rank_matmul(x, w.t(), a.t(), b.t(), 2.0))
+        peer = flops / milliseconds(lambda a=a, b=b: torch.mm(x, w.t()).addmm_(torch.mm(x, a.t()).mul_(2.0), b.t()))
+        figures.append(Figure(name=f"LoRA forward, {m}x{n}x{n}, rank {rank}", ours=ours, unit="TFLOP/s", peer=peer, peer_name="torch, 3 products"))
     packed = pack_weight(quantize(w, QuantSpec.parse("nf4")))
-    few = x[:256]
-    ours = milliseconds(lambda: gemm_lora(few, packed, None, a, b, 2.0))
-    figures.append(Figure(name="LoRA over nf4, 256 rows, 4096x4096, rank 64", ours=ours, unit="ms", better="lower"))
+    ours = cold_milliseconds(lambda p: gemm_lora(x[:few], p, None, a, b, 2.0), packed, packed.num_bytes, s)
+    figures.append(Figure(name=f"LoRA over nf4, {few} rows, {n}x{n}, rank 64", ours=ours, unit="ms", better="lower"))
     return figures
 
 
-def engine() -> list[Figure]:
+def engine(s: Sizes) -> list[Figure]:
+    """Tokens per second of a prompt alone, beside transformers' generate, and of many at once; no prompt is met twice."""
     from karui.inference.engine import Engine
     from karui.inference.models.config import from_hf
     from karui.inference.models.gpu import TritonRunner
+    from karui.inference.models.weights import canonical
     from karui.inference.requests import SamplingParams
     from karui.kernels.quantize import quantize
 
-    model = llama().eval()
-    prompt = torch.randint(0, 32000, (128,)).tolist()
-    new = 256
-
-    def generate() -> None:
-        model.generate(torch.tensor([prompt], device=DEVICE), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
-
-    generate()
-    begin = time.monotonic()
-    generate()
-    torch.cuda.synchronize()
-    peer = new / (time.monotonic() - begin)
-    weights = {name: w for name, w in model.state_dict().items() if name != "lm_head.weight"}
+    model = llama(s.layers, **s.model).eval()
     config = from_hf(model.config.to_dict())
-    figures = []
-    for name, spec in (("bf16", None), ("w4g128", "w4g128")):
+
+    def prompts(count: int) -> list[list[int]]:
+        return torch.randint(0, model.config.vocab_size, (count, s.prompt)).tolist()
+
+    def generate(given: list[list[int]]) -> int:
+        ids = torch.tensor(given, device=DEVICE)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=s.new, min_new_tokens=s.new, do_sample=False, pad_token_id=0)
+        return out.numel() - ids.numel()
+
+    def per_second(run: Callable[[list[list[int]]], int], count: int) -> float:
+        if GPU:
+            run(prompts(count))
+        given, begin = prompts(count), time.perf_counter()
+        made = run(given)
+        if GPU:
+            torch.cuda.synchronize()
+        return made / (time.perf_counter() - begin)
+
+    peer, figures = per_second(generate, 1), []
+    weights = canonical({name: w for name, w in model.state_dict().items() if name != "lm_head.weight"})
+    for name, spec in (("bf16", None), (s.grid, s.grid)):
         made = {n: quantize(w, QuantSpec.parse(spec)) if spec and w.ndim == 2 and "embed" not in n else w for n, w in weights.items()}
-        served = Engine(TritonRunner(config, made, DEVICE), memory=8 << 30, max_context=2048, kv_dtype="bfloat16", max_sequences=64)
-        params = SamplingParams(max_tokens=new)
-        served.generate([prompt], params)
-        begin = time.monotonic()
-        served.generate([prompt], params)
-        speed = new / (time.monotonic() - begin)
-        figures.append(Figure(name=f"engine decode {name}, batch 1", ours=speed, unit="tokens/s", peer=peer, peer_name="transformers generate", goal=5.0 if spec is None else None))
-        batch = [[*prompt[:-1], i] for i in range(64)]
-        served.generate(batch, params)
-        begin = time.monotonic()
-        served.generate(batch, params)
-        figures.append(Figure(name=f"engine throughput {name}, 64 requests", ours=64 * new / (time.monotonic() - begin), unit="tokens/s"))
-        del served
-        torch.cuda.empty_cache()
+        served = Engine(TritonRunner(config, made, DEVICE, torch.bfloat16 if GPU else torch.float32), kv_dtype="bfloat16",
+                        memory=2 * s.requests * (s.prompt + s.new + 64) * kv_bytes(config), max_context=s.prompt + s.new + 16, max_sequences=s.requests)  # fmt: skip
+
+        def run(given: list[list[int]], served: Any = served) -> int:
+            outputs = served.generate(given, SamplingParams(max_tokens=s.new))
+            return sum(len(c.token_ids) for o in outputs for c in o.completions)
+
+        figures.append(Figure(name=f"engine decode {name}, batch 1", ours=per_second(run, 1), unit="tokens/s", peer=peer, peer_name="transformers generate", goal=None if spec else 5.0))
+        figures.append(Figure(name=f"engine throughput {name}, {s.requests} requests", ours=per_second(run, s.requests), unit="tokens/s"))
+        del served, run
+        settle()
+    return figures
+
+
+def kv_bytes(config: Any) -> int:
+    """Of a token, in bf16."""
+    return 4 * config.num_layers * config.num_kv_heads * config.head_dim
+
+
+def speed(s: Sizes, keep: Callable[[list[Figure]], None] = lambda figures: None) -> list[Figure]:
+    """All parts, each on its own; `keep` is called after each with all figures so far."""
+    figures: list[Figure] = []
+    copied = bf16 = None
+    try:
+        copied, bf16, figures = ceilings(s)
+    except Exception as problem:
+        figures.append(failure("ceilings", problem))
+    parts: dict[str, Callable[[], list[Figure]]] = {
+        "GEMMs": lambda: gemms(s, bf16), "attention": lambda: attention(s), "decoding": lambda: decoding(s, copied),
+        "engine": lambda: engine(s), "LoRA": lambda: lora(s), "quantizers": lambda: quantizers(s, copied),
+        "experts": lambda: experts(s, bf16, copied), "QLoRA": lambda: qlora(s), "training": lambda: training(s),
+    }  # fmt: skip
+    for name, part in parts.items():
+        if left() < 60:
+            figures.append(no_time(name))
+            continue
+        try:
+            settle()
+            figures += part()
+        except Exception as problem:
+            figures.append(failure(name, problem))
+        keep(figures)
     return figures
 
 
@@ -668,36 +805,31 @@ def main() -> int:
     if not has_triton():
         print("Triton is not installed: pip install 'karui[triton]'")
         return 1
+    where = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, Triton's interpreter"
     figures = correctness() if given.only != "speed" else []
     for f in figures:
-        if not f.met:
+        if f.met is False or f.note.startswith(FAILED):
             print(f"WRONG {f.name}: {f.ours} > {f.goal} {f.note}", flush=True)
+
+    def keep(found: list[Figure]) -> None:
+        if given.json:  # what was measured so far survives a kill
+            given.json.write_text(json.dumps([vars(f) for f in figures + found], indent=1))
+
     if GPU and given.only != "correctness":
         tuning.tune(True)
-        copy, bf16, found = ceilings()
-        figures += found
-        for name, part in (("GEMMs", lambda: gemms(bf16)), ("decoding", lambda: decoding(copy)), ("quantizers", lambda: quantizers(copy)),
-                           ("experts", lambda: experts(bf16, copy)),
-                           ("engine", engine), ("attention", lambda: attention(bf16)), ("LoRA", lora), ("QLoRA", qlora),
-                           ("training", training)):
-            if left() < 60:
-                figures.append(Figure(name=name, ours=None, unit="", note="no time was left"))
-                continue
-            try:
-                figures += part()
-            except Exception as problem:
-                figures.append(Figure(name=name, ours=None, unit="", note=f"{type(problem).__name__}: {str(problem)[:300]}"))
-            torch.cuda.empty_cache()
-            if given.json:  # what was measured so far survives a kill
-                given.json.write_text(json.dumps([vars(f) for f in figures], indent=1))
+        figures += speed(FULL, keep)
     elif not GPU:
         print("no GPU: the speed half needs one")
     import triton
 
-    where = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, Triton's interpreter"
     report(figures, given.json, gpu=where, triton=triton.__version__, cuda=torch.version.cuda, seconds=round(time.monotonic() - START),
            configurations={str(k): str(v) for k, v in tuning.chosen().items()})
-    return 1 if any(f.name.startswith("correct") and not f.met for f in figures) else 0
+    return exit_code(figures)
+
+
+def exit_code(figures: list[Figure]) -> int:
+    """1 when a comparison is wrong or anything failed."""
+    return int(any(FAILED in f.note or (f.name.startswith("correct") and f.met is False) for f in figures))
 
 
 if __name__ == "__main__":

@@ -111,16 +111,12 @@ def _scaled_mm(a: ScaledFloat8, b: ScaledFloat8, dtype: torch.dtype) -> torch.Te
     if a.scale.numel() == 1 and b.scale.numel() == 1:
         scale_a, scale_b = a.scale.reshape(()), b.scale.reshape(())
     else:
-        # rowwise kernels on CUDA write bf16 only
         scale_a = a.scale.expand(rows, 1).contiguous()
         scale_b = torch.nn.functional.pad(b.scale.expand(cols, 1), (0, 0, 0, wide), value=1.0).contiguous().t()
-        if left.is_cuda and dtype == torch.float32:
+        if left.is_cuda:  # rowwise kernels on CUDA write bf16 only
             product = torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
-            return product[:, :cols].float()
-    out = torch._scaled_mm(
-        left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32 if dtype == torch.float32 else dtype
-    )
-    return out[:, :cols]
+            return product[:, :cols].to(dtype)
+    return torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)[:, :cols]
 
 
 def _pad(codes: torch.Tensor, rows: int, cols: int) -> torch.Tensor:

@@ -61,8 +61,11 @@ class LowPrecision:
         self.report: tuple[LayerReport, ...] = ()
         self._model: nn.Module | None = None
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, *, device: torch.device | None = None) -> nn.Module:
         """Replace linears of `model` in place as the policy says; parameters stay the same objects. Returns `model`.
+
+        Args:
+            device: where it will be trained, which says who multiplies; None: where it lies.
 
         Raises:
             KaruiError: prepared already, nothing to replace, a layer that is no plain linear or whose weight is not finite
@@ -78,11 +81,11 @@ class LowPrecision:
                 raise KaruiError(f"{name} is a {type(linear).__name__}, not a plain linear layer; name it in policy.skip.")
             if not torch.isfinite(linear.weight).all():  # codes saturate, so that nothing would show it later
                 raise KaruiError(f"{name}.weight holds NaN or infinite values; mend it before training in low precision.")
-        device = next(iter(model.parameters())).device
-        state = LowPrecisionState(self.precision, names, device)
+        held = next(iter(model.parameters())).device
+        state, target = LowPrecisionState(self.precision, names, held), device or held
         formats = self.precision.at(0)
         kinds = formats["fprop"] if len(set(formats.values())) == 1 else "/".join(formats[g] for g in GEMMS)
-        choice = choose(self.precision, device)
+        choice = choose(self.precision, target)
         rows = []
         for name, reason in reasons.items():
             if reason:

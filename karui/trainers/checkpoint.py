@@ -230,9 +230,12 @@ def restore_optimizer(
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     by_name = by_parameter(tensors, {n: p.shape for n, p in trained.items()}, source)
     foreign = type(optimizer).__module__.startswith("bitsandbytes")  # it counts steps in a plain number
+    # a fused kernel counts them on the parameter's device, the others on the host
+    fused = {id(p) for group in optimizer.param_groups if group.get("fused") or group.get("capturable") for p in group["params"]}
     for name, kinds in by_name.items():
         parameter = trained[name]
-        optimizer.state[parameter] = {k: _placed(k, v, parameter, foreign) for k, v in kinds.items()}
+        home = parameter.device if id(parameter) in fused else torch.device("cpu")
+        optimizer.state[parameter] = {k: _placed(k, v, parameter, foreign, home) for k, v in kinds.items()}
 
 
 def by_parameter(
@@ -250,9 +253,9 @@ def by_parameter(
     return by_name
 
 
-def _placed(kind: str, value: torch.Tensor, parameter: torch.Tensor, plain_step: bool) -> Any:
+def _placed(kind: str, value: torch.Tensor, parameter: torch.Tensor, plain_step: bool, home: torch.device) -> Any:
     if kind == "step":
-        return int(value) if plain_step else value.clone()
+        return int(value) if plain_step else value.to(home, copy=True)
     return split_like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
 
 

@@ -47,14 +47,15 @@ def compact(tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Ten
             quiet.append(marked[0] - begin)
     if not kept:
         return Compact(tokens=tokens, positions=positions, cu_seqlens=cu_seqlens, targets=targets, shared=False)
-    prefix = _common(tokens, positions, kept, min(quiet)) if len(kept) > 1 else 0
+    # looked at on the host: from a GPU they are fetched once, not document by document
+    prefix = _common(tokens.cpu(), positions.cpu(), kept, min(quiet)) if len(kept) > 1 else 0
     spans = [(begin + prefix, end) for begin, end in kept]
     if prefix:
         spans.insert(0, (kept[0][0], kept[0][0] + prefix))
-    rows = torch.cat([torch.arange(a, b, device=tokens.device) for a, b in spans])
-    sizes = torch.tensor([0] + [b - a for a, b in spans], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return Compact(tokens=tokens[rows], positions=positions[rows], cu_seqlens=sizes.cumsum(0).to(cu_seqlens.dtype),
-                   targets=targets[rows], shared=prefix > 0)
+    rows = torch.cat([torch.arange(a, b) for a, b in spans]).to(tokens.device)
+    sizes = torch.tensor([0] + [b - a for a, b in spans], dtype=cu_seqlens.dtype)
+    return Compact(tokens=tokens[rows], positions=positions[rows],
+                   cu_seqlens=sizes.cumsum(0).to(cu_seqlens.device, cu_seqlens.dtype), targets=targets[rows], shared=prefix > 0)
 
 
 def _common(tokens: torch.Tensor, positions: torch.Tensor, kept: list[tuple[int, int]], limit: int) -> int:

@@ -162,8 +162,9 @@ def check_window(cu_seqlens: torch.Tensor, window: int | None) -> None:
     """Raise `UnsupportedError` when a document is longer than the model's sliding window."""
     from karui.configs.errors import UnsupportedError
 
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    if window is not None and longest > window:
+    if window is None:  # on a GPU to look is to wait, in every layer
+        return
+    if (longest := int((cu_seqlens[1:] - cu_seqlens[:-1]).max())) > window:
         raise UnsupportedError(
             f"a document of {longest} tokens is longer than the model's sliding window of {window}; "
             f"set data.max_length to {window}."

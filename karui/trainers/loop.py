@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_IN_A_ROW = 5
+MAX_SCALED_IN_A_ROW = 20  # fp16: each halves the loss scale, which begins at 2^16
 
 
 @dataclass(kw_only=True)
@@ -172,7 +173,8 @@ class Loop:
             where = f"; NaN or Inf in {', '.join(faults[:4])}{f' and {len(faults) - 4} more' if len(faults) > 4 else ''}"
             self.progress.note(f"step {state.step}: the {what} is not finite ({gradient.loss}, norm {norm}); no update was made"
                                f"{where if faults else ''}")
-            if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            limit = MAX_SKIPPED_IN_A_ROW if self.accelerator.scaler is None else MAX_SCALED_IN_A_ROW
+            if state.skipped_in_a_row >= limit:
                 raise KaruiError(
                     f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, last at step "
                     f"{state.step}; the weights are as they were before. Lower optim.lr, set optim.clip, or check the data "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
 from karui.configs.steps import Ia3Step, LoraStep, PromptStep, VeraStep
 from karui.trainers.compact import compact
@@ -155,7 +156,7 @@ def preflight(recipe: Recipe, config: Any, tokenizer: Any, train: SampleSet, eva
     trained = trained_by(recipe, model, shape)
     steps = total_steps(len(train), batch=recipe.optim.batch, epochs=recipe.optim.epochs, steps=recipe.optim.steps)
     load = _load(recipe, train, world, steps)
-    rate = rate or measure_rate(shape, tokens=min(512, load.largest_tokens), matmul=recipe.run.matmul)
+    rate = rate or measure_rate(shape, load.largest_tokens, matmul=recipe.run.matmul, dtype=_computed_in(recipe))
     counts: dict[str, float] = dict(tokens=load.tokens, supervised=load.supervised, squared_lengths=load.squared)
     flops = step_flops(recipe, shape, trained, **counts)
     forward = forward_flops(shape, trained, **counts) * (2 if recipe.run.recompute == "full" else 1)
@@ -233,14 +234,31 @@ def _computed(recipe: Recipe, train: SampleSet, micro: np.ndarray) -> tuple[int,
     return len(row.tokens), batch.num_supervised
 
 
-def measure_rate(shape: ModelShape, tokens: int, seconds: float = 0.2, matmul: Precision = "fp32") -> Rate:
-    """Matrix products [tokens, H] x [H, F] and back, and a stream `a + b` over 64 MB, on the training device."""
+def _computed_in(recipe: Recipe) -> str:
+    """The dtype of a GPU's matrix products; FP8's are counted as bf16's."""
+    named = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
+    return named.get(recipe.run.precision, recipe.model.dtype)
+
+
+def measure_rate(
+    shape: ModelShape, tokens: int, seconds: float = 0.2, matmul: Precision = "fp32", dtype: str = "float32"
+) -> Rate:
+    """Matrix products [tokens, H] x [H, F] and back, and a stream `a + b` over 64 MB, on the training device.
+
+    Args:
+        tokens: of a micro-batch; a CPU reaches its rate with 512 of them, a GPU with 8192.
+        matmul, dtype: what products are computed in on a CPU and on a GPU.
+
+    Raises:
+        KaruiError: a GPU without room for this.
+    """
     import torch
 
     from karui.kernels.matmul import matmul as product
     from karui.kernels.matmul import matmul_precision
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, most = (getattr(torch, dtype), 8192) if device == "cuda" else (torch.float32, 512)
 
     def wait() -> None:
         if device == "cuda":
@@ -256,9 +274,14 @@ def measure_rate(shape: ModelShape, tokens: int, seconds: float = 0.2, matmul: P
             done += 1
         return work * done / (time.perf_counter() - begin)
 
-    x = torch.randn(max(tokens, 16), shape.hidden, device=device)
-    up, down = torch.randn(shape.ffn, shape.hidden, device=device), torch.randn(shape.hidden, shape.ffn, device=device)
-    a, b = torch.ones(2**24, device=device), torch.ones(2**24, device=device)
+    try:
+        x, up, down = (torch.randn(*size, device=device, dtype=kind) for size in (
+            (min(max(tokens, 16), most), shape.hidden), (shape.ffn, shape.hidden), (shape.hidden, shape.ffn)))
+        a, b = torch.ones(2**24, device=device), torch.ones(2**24, device=device)
+    except torch.OutOfMemoryError as error:
+        raise KaruiError(f"the GPU has no room for the preflight's measurement ({error}); see with nvidia-smi who holds its "
+                         "memory.") from error
+
     def products(backward: bool) -> float:
         return per_second(4.0 * x.shape[0] * shape.hidden * shape.ffn,
                           lambda: product(product(x, up.T, backward=backward), down.T, backward=backward))

@@ -93,7 +93,13 @@ def run_recipe(
     matmul = recipe.run.matmul if on_cpu else "fp32"
     # the recipe has the FP8 step now: accelerate must not wrap the model in modules of its own
     with without(os.environ, FP8_BACKEND), together(recipe, accelerator), matmul_precision(matmul):
-        return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker)
+        try:
+            return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker)
+        except torch.OutOfMemoryError as error:
+            raise KaruiError(
+                f"the GPU's memory is full ({error}); lower optim.micro_tokens (now {recipe.optim.micro_tokens}) or "
+                "data.max_length, or set run.recompute: full. A run that has a checkpoint goes on with --resume."
+            ) from error
 
 
 def _run(
@@ -133,6 +139,8 @@ def _run(
         ckpt.check_belongs(stored, recipe, base=setup.base, data=setup.data, source=str(start))
         load_weights(setup, start, sharded=(start / shards.FOLDER).is_dir())
         state = LoopState(**stored["loop"])
+        if accelerator.scaler is not None and stored.get("scaler"):
+            accelerator.scaler.load_state_dict(stored["scaler"])
     loss.to(accelerator.device)
     laid = spread(recipe, accelerator, loss, lambda: make_optimizer(recipe, loss, setup.stages), setup.stages)
     for stage in setup.stages:
@@ -151,6 +159,7 @@ def _run(
 
         facts = {"loop": vars(now), "recipe": recipe.dump(), "base": setup.base, "data": setup.data,
                  "rng": gather_object([ckpt.rng_state()]), "world": accelerator.num_processes, "total": total,
+                 "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
                  "torch": torch.__version__}  # fmt: skip
         if recipe.run.checkpoint == "sharded":
             held = shards.tensors(loss, laid.inner, adapter=setup.is_adapter)
@@ -297,9 +306,9 @@ def prepare(recipe: Recipe) -> Setup:
     _check_vocabulary(model, samples)
     torch.manual_seed(recipe.run.seed)
     base = fingerprint(model)
-    stages = make_stages(
-        recipe, Context(recipe=recipe, model_folder=folder, tokenizer=tokenizer, samples=samples, base=base)
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    stages = make_stages(recipe, Context(recipe=recipe, model_folder=folder, tokenizer=tokenizer, samples=samples, base=base,
+                                         device=device))
     for stage in stages:
         model = stage.prepare(model)
     for stage in stages:

@@ -82,6 +82,8 @@ def spread(recipe: Recipe, accelerator: Accelerator, loss: nn.Module, optimizer_
     """
     stage = zero.stage_of(recipe, os.environ)
     split = sharding.wanted(recipe, accelerator)
+    if recipe.run.precision == "fp16" and not stage:
+        _check_half(loss, split)
     if recipe.run.checkpoint == "sharded" and (stage or recipe.objective.kind != "sft"):
         raise UnsupportedError("run.checkpoint sharded is for objective sft without DeepSpeed; leave it at whole.")
     if stage:
@@ -99,4 +101,17 @@ def spread(recipe: Recipe, accelerator: Accelerator, loss: nn.Module, optimizer_
         optimizer = optimizer_of()
         return Spread(module=loss, optimizer=optimizer, inner=optimizer, loss=loss)
     module, optimizer = accelerator.prepare(loss, optimizer_of())
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        # alike on all ranks as they are; the codes of a frozen base would be sent in every forward pass
+        module.broadcast_buffers = False
     return Spread(module=module, optimizer=optimizer, inner=optimizer.optimizer, loss=loss)
+
+
+def _check_half(loss: nn.Module, split: bool) -> None:
+    """fp16 needs a loss scale, which unscales whole gradients in fp32."""
+    if split:
+        raise UnsupportedError("run.precision fp16 needs a loss scale, which FSDP2's split gradients do not have here; use bf16, "
+                               "or run.sharding: none.")
+    if odd := next((n for n, p in loss.named_parameters() if p.requires_grad and p.dtype == torch.float16), None):
+        raise UnsupportedError(f"run.precision fp16 trains weights that are kept in fp32, and {odd} is in fp16; set model.dtype: "
+                               "float32, or run.precision: no.")

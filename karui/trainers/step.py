@@ -86,6 +86,8 @@ def update(accelerator: Accelerator, optimizer: Any, limit: float | None, *, usa
     norm = clip(accelerator, [p for group in optimizer.param_groups for p in group["params"]], limit or math.inf)
     if usable and math.isfinite(norm):
         optimizer.step()
+    elif accelerator.scaler is not None:
+        accelerator.scaler.update()  # fp16: the clipping has looked for overflows; without a step the loss scale falls here
     optimizer.zero_grad(set_to_none=True)
     return norm
 

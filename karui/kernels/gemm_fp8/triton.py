@@ -78,8 +78,11 @@ def _tiled(a_desc, b_desc, y_desc, a_scale_ptr, b_scale_ptr, M, N, K, B_SQUARE: 
 # The first is what runs untimed. Blackwell's accumulators lie in tensor memory, so wide tiles cost no registers there.
 WHOLE = [config(8, 3, BM=128, BN=256, BK=128), config(8, 4, BM=128, BN=128, BK=128), config(4, 4, BM=64, BN=128, BK=128)]
 TILED = [config(8, 4, BM=128, BN=128), config(4, 4, BM=64, BN=128), config(4, 5, BM=128, BN=64)]
+# An fp32 output's tile lies in shared memory too, and takes the room of a stage or of half the columns.
+WHOLE_FP32 = WHOLE[1:]
 # sm_89 and sm_120 have 99 KB of shared memory.
 WHOLE_99K = [config(8, 3, BM=128, BN=128, BK=128), config(4, 3, BM=64, BN=64, BK=128)]
+WHOLE_99K_FP32 = [config(8, 2, BM=128, BN=128, BK=128), WHOLE_99K[1]]
 TILED_99K = [config(8, 2, BM=128, BN=128), config(4, 3, BM=64, BN=64)]
 
 
@@ -91,7 +94,7 @@ def gemm_fp8(a: ScaledFloat8, b: ScaledFloat8, out_dtype: torch.dtype, b_kind: s
     y = torch.empty(m, -(-n // step) * step, dtype=out_dtype, device=left.device)[:, :n]
     tiled = b_kind != "whole"
     roomy = left.device.type == "cuda" and capability(left.device) in (90, 100, 103)
-    candidates = (TILED if roomy else TILED_99K) if tiled else fitting(WHOLE if roomy else WHOLE_99K, out_dtype.itemsize)
+    candidates = (TILED if roomy else TILED_99K) if tiled else whole(roomy, out_dtype.itemsize)
     if left.device.type != "cuda" or min(m, n) <= 64:
         candidates = candidates[-1:]
     scales = a.scale.contiguous(), b.scale.contiguous()
@@ -114,9 +117,11 @@ def gemm_fp8(a: ScaledFloat8, b: ScaledFloat8, out_dtype: torch.dtype, b_kind: s
     return y
 
 
-def fitting(candidates: list[Config], out_bytes: int) -> list[Config]:
-    """An fp32 output's tile of 128 x 256 lies in shared memory too, and leaves no room for three stages."""
-    return [c for c in candidates if out_bytes < 4 or c["BN"] < 256]
+def whole(roomy: bool, out_bytes: int) -> list[Config]:
+    """The candidates of `_whole`."""
+    if out_bytes == 4:
+        return WHOLE_FP32 if roomy else WHOLE_99K_FP32
+    return WHOLE if roomy else WHOLE_99K
 
 
 def shape_class(*sizes: int) -> tuple[int, ...]:
@@ -140,11 +145,12 @@ def offline_cases() -> list[Case]:
     dot = {89: r"mma\.sync[.a-z0-9]*e4m3", 90: r"wgmma\.mma_async[.a-z0-9]*e4m3", 100: r"tcgen05\.mma",
            120: r"mma\.sync[.a-z0-9]*e4m3"}
     cases = []
-    for name, all_of, out, left, ccs, quick in [
-        ("rows", WHOLE, "bf16", "fp8e4nv", (90, 100), (90, 100)), ("rows, fp32", WHOLE, "fp32", "fp8e4nv", (90, 100), (90,)),
-        ("E5M2 x E4M3", WHOLE, "bf16", "fp8e5", (90, 100), ()), ("rows, small", WHOLE_99K, "bf16", "fp8e4nv", (89, 120), (120,)),
+    for name, roomy, out, left, ccs, quick in [
+        ("rows", True, "bf16", "fp8e4nv", (90, 100), (90, 100)), ("rows, fp32", True, "fp32", "fp8e4nv", (90, 100), (90,)),
+        ("E5M2 x E4M3", True, "bf16", "fp8e5", (90, 100), ()), ("rows, small", False, "bf16", "fp8e4nv", (89, 120), (120,)),
+        ("rows, small, fp32", False, "fp32", "fp8e4nv", (89, 120), ()),
     ]:  # fmt: skip
-        c = fitting(all_of, 4 if out == "fp32" else 2)[0]
+        c = whole(roomy, 4 if out == "fp32" else 2)[0]
         bm, bn = c["BM"], c["BN"]
         types = {"a_desc": f"tensordesc<{left}[{bm},128]>", "b_desc": f"tensordesc<fp8e4nv[{bn},128]>",
                  "y_desc": f"tensordesc<{out}[{bm},{bn}]>", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32",

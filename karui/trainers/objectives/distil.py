@@ -215,6 +215,8 @@ def make(setup: Setup) -> Distil:
     kept = next((tuple(stage.kept_layers) for stage in setup.stages if hasattr(stage, "kept_layers")), ())
     made = Distil(setup.recipe, setup.model, setup.tokenizer, kept)
     if made.section.cache is not None:
-        with PartialState().main_process_first():
-            made.use_cache(fill_cache(made.section, setup.samples, made._teacher[0], setup.tokenizer, made.shared))
+        state = PartialState()
+        with state.main_process_first():
+            teacher = made._teacher[0].to(state.device)
+            made.use_cache(fill_cache(made.section, setup.samples, teacher, setup.tokenizer, made.shared))
     return made

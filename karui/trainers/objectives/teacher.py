@@ -52,7 +52,8 @@ class Teacher:
         """In place; a no-op where it already is."""
         if self.head.device != device:
             self.head = self.head.to(device)
-            self.model.to(device)
+            if not self.section.offload:  # read from its file module by module, it runs on the CPU
+                self.model.to(device)
         return self
 
     @property
@@ -65,9 +66,12 @@ class Teacher:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Last hidden states [T, H] in float32 of a packed row, and residual streams by depth."""
         body = base_model(self.model).get_decoder()  # type: ignore[operator]
+        home = tokens.device
+        if self.section.offload:
+            tokens, positions, cu_seqlens = tokens.cpu(), positions.cpu(), cu_seqlens.cpu()
         with capture.depths(self.layers, depths) as found:
             out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, cu_seqlens=cu_seqlens)
-        return out.last_hidden_state.squeeze(0).float(), {d: x.float() for d, x in found.items()}
+        return out.last_hidden_state.squeeze(0).to(home).float(), {d: x.to(home).float() for d, x in found.items()}
 
     def rows(self, hidden: torch.Tensor) -> DenseRows:
         return DenseRows(hidden, self.head)

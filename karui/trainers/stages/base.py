@@ -27,6 +27,7 @@ class Context:
         tokenizer: the model's.
         samples: the training samples, for calibration.
         base: fingerprint of the model as it was loaded.
+        device: where it will be trained; stages see it on the CPU.
     """
 
     recipe: Recipe
@@ -34,6 +35,7 @@ class Context:
     tokenizer: Any
     samples: SampleSet
     base: str
+    device: torch.device
 
 
 class Stage:

@@ -27,7 +27,7 @@ class LowPrecisionStage(Stage):
 
     def prepare(self, model: Any) -> Any:
         if self.low is not None:
-            return self.low.prepare(model)
+            return self.low.prepare(model, device=self.context.device)
         from karui.lowprec.transformer_engine import TransformerEngineModel
 
         self._te = TransformerEngineModel(model, self.precision)
