@@ -48,7 +48,7 @@ class StepBatch:
 
 @dataclass
 class StepOutput:
-    """logits [L, V] fp32; hidden [L, H] fp32 or None; aux [T, len(aux_layers) * H] fp32 or None."""
+    """logits [L, V] fp32, until the runner's next step; hidden [L, H] fp32 or None; aux [T, len(aux_layers) * H] fp32 or None."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None

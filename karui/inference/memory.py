@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 CPU_DEFAULT_BYTES = 2 << 30
+STEP_BYTES = 1 << 30
+"""What a GPU keeps for a step's own tensors: logits of hundreds of rows, a weight that is decoded for many rows, graphs."""
 
 
 def parse_bytes(size: int | str) -> int:
@@ -25,9 +27,12 @@ def parse_bytes(size: int | str) -> int:
 
 
 def default_budget(device: torch.device) -> int:
-    """A quarter of the free memory, 2 GiB at most, on a CPU; on a GPU nine tenths of what is free after the weights."""
+    """A quarter of the free memory, 2 GiB at most, on a CPU; on a GPU what is free after the weights less a tenth, or less
+    `STEP_BYTES` where that is more, half at most."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+        torch.cuda.empty_cache()  # what loading has freed counts as free
+        free = torch.cuda.mem_get_info(device)[0]
+        return free - max(free // 10, min(STEP_BYTES, free // 2))
     import psutil
 
     return min(CPU_DEFAULT_BYTES, psutil.virtual_memory().available // 4)

@@ -5,7 +5,7 @@ import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
-from karui.inference import loading
+from karui.inference import loading, memory
 from karui.inference.engine import Engine
 from karui.inference.models import gpu
 from karui.inference.models.decoder import TorchRunner
@@ -70,6 +70,7 @@ def test_other_errors_pass_and_full_memory_stays_full_memory():
 
 def test_the_runner_explains_its_launches(monkeypatch):
     runner = object.__new__(gpu.TritonRunner)
+    runner.device = torch.device("cpu")
     monkeypatch.setattr(driver, "driver_version", lambda: (11, 8))
 
     def forward(batch):
@@ -119,6 +120,15 @@ def test_a_cache_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(TorchRunner, "allocate", full)
     with pytest.raises(UnsupportedError, match=r"400000 blocks of KV cache need .* GiB, .* GiB are free; 10 blocks would fit .*kv_dtype='fp8'"):
         runner.allocate(400_000, 16, "bfloat16")
+
+
+@pytest.mark.parametrize(("free", "kept"), [(100 * GIB, 10 * GIB), (5 * GIB, GIB), (GIB, GIB // 2)])
+def test_what_a_gpu_keeps_for_the_steps(free, kept, monkeypatch):
+    """Memory that loading gave back to torch alone is handed to the driver before it is asked what is free."""
+    said = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: said.append("asked") or (free, 200 * GIB))
+    assert memory.default_budget(torch.device("cuda")) == free - kept and said == ["emptied", "asked"]
 
 
 def test_no_triton_and_an_old_chip(monkeypatch):

@@ -4,9 +4,10 @@
                 registers (`gemm_weight`); 8-bit inputs on 8-bit or ternary weights are multiplied as codes
     experts     rows sorted by expert on the device, one grouped product for all experts (`mixture`); dense ones through
                 `gemm_grouped`, codes through `gemm_weight`
-    norms       fused with the residual addition before them
+    norms       fused with the residual addition before them; those of q and k with the rotation and the cache's writing
     attention   paged, over fp32, fp16, bf16, int8 or fp8 blocks; trees of drafts are verified in the same kernel
-    decoding    steps of one row per sequence replay a graph; batches are padded to the next size, padded rows write nowhere
+    decoding    steps of one row per sequence replay a graph, one per size of batch and reach of the context; batches are padded
+                to the next size, padded rows write nowhere. One copy brings a step's numbers to the GPU
 
 Legend for shapes: T tokens in the step, S sequences, H hidden, A attention heads, G kv heads, D head_dim.
 """
@@ -14,7 +15,6 @@ Legend for shapes: T tokens in the step, S sequences, H hidden, A attention head
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -39,15 +39,16 @@ from karui.kernels.gemm_weight import (
     takes_int8,
 )
 from karui.kernels.mixture import mixture
-from karui.kernels.paged_attention import Cache, Plan, paged_attention, tree_words, write_kv
+from karui.kernels.paged_attention import Cache, Plan, enter, paged_attention, tree_words
 from karui.kernels.qtensor import QTensor
-from karui.kernels.triton_support import Backend, obstacle
+from karui.kernels.triton_support import Backend, current, obstacle
 from karui.kernels.triton_support.driver import explained
 
 logger = logging.getLogger(__name__)
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GRAPH_BLOCKS = tuple(16 * 4**i for i in range(10))  # widths of their block tables: the reach decides how keys are split
 _EMBEDDING = "model.embed_tokens"
 
 
@@ -123,19 +124,22 @@ class TritonRunner(TorchRunner):
             reason = f"FP8 activations: {reason}; with activation_bits=16 FP8 weights are decoded on any GPU"
         if reason:
             raise UnsupportedError(f"the triton runner cannot serve this: {reason}; use runner='torch'.")
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._caches: list[Cache] = []
         self._packed = False
         self._products: dict[str, _Product] = {}
         self._parts: dict[str, dict[str, slice]] = {}
         self._within: dict[str, str] = {}
         self._use_graphs = graphs and torch.device(device).type == "cuda"
         self._float8_input = activation_bits == 8
+        self._stream: torch.cuda.Stream | None = None
         super().__init__(config, weights, device, dtype)
 
     # -- Runner protocol
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
         self._graphs.clear()
+        self._caches = []  # views, which would hold the old blocks beside the new ones
         needed = num_blocks * block_size * self.kv_bytes_per_token(kv_dtype)
         try:
             super().allocate(num_blocks, block_size, kv_dtype)
@@ -160,7 +164,10 @@ class TritonRunner(TorchRunner):
         """As `TorchRunner.load_weights`; with packed weights only whole sets, because their sources are not kept."""
         if partial and self._packed:
             raise UnsupportedError("a quantized model on the triton runner takes whole sets of weights, not parts.")
-        checked = check_weights(self.config, {**self._weights, **weights} if partial else weights)
+        with current(self.device):
+            self._take(check_weights(self.config, {**self._weights, **weights} if partial else weights))
+
+    def _take(self, checked: dict[str, QTensor | torch.Tensor]) -> None:
         self._graphs.clear()
         self._packed, self._products, self._weights, self._parts, self._within = False, {}, {}, {}, {}
         for i in range(self.config.num_layers):
@@ -169,8 +176,7 @@ class TritonRunner(TorchRunner):
                 self._make(layer + name, [layer + part for part in parts], checked)
         if not self.config.tied:
             self._make("lm_head", ["lm_head"], checked)
-        else:
-            self._pack_embedding(checked)
+        self._pack_embedding(checked)
         self._weights |= {name: self._moved(w) for name, w in checked.items()}
         if self._packed:
             for name in self._within:
@@ -184,65 +190,81 @@ class TritonRunner(TorchRunner):
         name = self._within.get(module, module)
         w, own = self._products[name].weight, self._parts[name][module]
         if isinstance(w, PackedWeight):
-            return dequantize_weight(w.rows(torch.arange(own.start, own.stop, device=self.device)), torch.float32)
+            with current(self.device):
+                return dequantize_weight(w.rows(torch.arange(own.start, own.stop, device=self.device)), torch.float32)
         return (w.dequantize(torch.float32) if isinstance(w, QTensor) else w.float())[own]
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """As `TorchRunner.embed`."""
+        with current(self.device):
+            return super().embed(tokens)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> StepOutput:
-        with explained("use runner='torch'"):
+        with explained("use runner='torch'"), current(self.device):
             return self._forward(batch)
 
     def _forward(self, batch: StepBatch) -> StepOutput:
         size = len(batch.tokens)
         adapters = self._adapter_rows(batch)
-        one_row_each = size == len(batch.context_lens) == len(batch.logit_rows)
-        decoding = one_row_each and not (adapters or batch.aux_layers or batch.tree_masks)
-        if self._use_graphs and decoding and 0 < size <= GRAPH_SIZES[-1]:
-            hidden, logits = self._replay(batch, size)
-            logits, hidden = logits[batch.logit_rows.long()], hidden[batch.logit_rows.long()]
-            return StepOutput(logits, hidden.float() if batch.want_hidden else None)
-        tokens, positions, slots = (x.to(self.device, torch.int32) for x in (batch.tokens, batch.positions, batch.slots))
-        x, aux = self._run(tokens, positions, slots, self._plan(batch, positions), adapters, batch.aux_layers)
-        hidden = self._norm(x[batch.logit_rows.long().to(self.device)], "model.norm.weight")
+        decoding = size == len(batch.context_lens) and not (adapters or batch.aux_layers or batch.tree_masks)
+        if decoding and 0 < size <= GRAPH_SIZES[-1] and batch.logit_rows.tolist() == list(range(size)):
+            graph = self._graph_for(size, batch.block_tables.shape[1])
+            if graph is not None:
+                hidden, logits = graph.replay(batch)
+                # the next replay overwrites both; logits are read before it, hidden states may be kept
+                return StepOutput(logits, hidden.to(torch.float32, copy=True) if batch.want_hidden else None)
+        tokens, positions, slots, rows = (self._here(x) for x in (batch.tokens, batch.positions, batch.slots, batch.logit_rows))
+        (update, total), aux = self._run(tokens, positions, slots, self._plan(batch, positions), adapters, batch.aux_layers)
+        hidden = self._last_norm(update[rows], total[rows])
         return StepOutput(self._head(hidden), hidden.float() if batch.want_hidden else None, None if aux is None else aux.float())
+
+    def _here(self, x: torch.Tensor) -> torch.Tensor:
+        """Integers of a batch as int32 on the device. From ordinary memory a copy that waits for nobody is safe: CUDA has taken
+        the bytes when the call returns."""
+        return x.to(self.device, torch.int32, non_blocking=True)
 
     # -- the decoder
 
-    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: Plan, adapters: dict[int,
-                                                                                                                  torch.Tensor],
-             aux_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Residual stream [T, H] before the last norm."""
-        from karui.kernels.rms_norm.triton import add_rms_norm
-        from karui.kernels.rope.triton import rotate
-
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: Plan,
+             adapters: dict[int, torch.Tensor],
+             aux_layers: tuple[int, ...]) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+        """What the last layer adds and the residual stream before it, each [T, H], and the streams entering `aux_layers`."""
         c = self.config
         total, update = self._embed(tokens.long()), None
         cos, sin = (t.float().contiguous() for t in cos_sin(c, positions.long(), self._frequencies))
         aux = []
-
-        def norm(x: torch.Tensor, residual: torch.Tensor | None, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-            weight = self._weights[name]
-            assert isinstance(weight, torch.Tensor)
-            return add_rms_norm(x, residual, weight, c.norm_eps, self.dtype)[:2]
-
         for i in range(c.num_layers):
             p = f"model.layers.{i}."
-            h, total = norm(total if update is None else update, None if update is None else total, p + "input_layernorm.weight")
+            h, total = self._add_norm(total if update is None else update, None if update is None else total,
+                                      p + "input_layernorm.weight")
             if i in aux_layers:
                 aux.append(total)
             qkv = self._product(h, p + "self_attn.qkv", adapters)
-            q, k, v = qkv.unflatten(-1, (-1, c.head_dim)).split((c.num_heads, c.num_kv_heads, c.num_kv_heads), 1)
-            if c.qk_norm:
-                q, k = norm(q, None, p + "self_attn.q_norm.weight")[0], norm(k, None, p + "self_attn.k_norm.weight")[0]
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            write_kv(k, v, slots, self._caches[i], "triton")
+            norms = tuple(self._dense(f"{p}self_attn.{x}_norm.weight") for x in "qk") if c.qk_norm else None
+            q = enter(qkv, c.num_heads, cos, sin, slots, self._caches[i], norms, c.norm_eps, "triton")
             window = c.sliding_window[i] if c.sliding_window else None
             mixed = paged_attention(q, self._caches[i], plan, c.head_dim**-0.5, window, "triton")
             update = self._product(mixed.flatten(-2), p + "self_attn.o_proj", adapters)
-            h, total = norm(update, total, p + "post_attention_layernorm.weight")
+            h, total = self._add_norm(update, total, p + "post_attention_layernorm.weight")
             is_mixture = c.mixture is not None and c.mixture.layers[i]
             update = self._experts(h, p + "mlp") if is_mixture else self._gated_mlp(h, p + "mlp", adapters)
-        return total + update if update is not None else total, torch.cat(aux, -1) if aux else None
+        assert update is not None
+        return (update, total), torch.cat(aux, -1) if aux else None
+
+    def _dense(self, name: str) -> torch.Tensor:
+        weight = self._weights[name]
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def _add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual)."""
+        from karui.kernels.rms_norm.triton import add_rms_norm
+
+        return add_rms_norm(x, residual, self._dense(name), self.config.norm_eps, self.dtype)[:2]
+
+    def _last_norm(self, update: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return self._add_norm(update, total, "model.norm.weight")[0]
 
     def _gated_mlp(self, h: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
         return self._product(_gated(self._product(h, f"{module}.gate_up", adapters)), f"{module}.down_proj", adapters)
@@ -307,7 +329,7 @@ class TritonRunner(TorchRunner):
             self._weights[f"{parts[0]}.weight"] = joined
 
     def _pack_embedding(self, checked: dict[str, QTensor | torch.Tensor]) -> None:
-        """A tied embedding on a grid is held once, as the head's product reads it; look-ups decode their rows of it."""
+        """An embedding on a grid is held as a product reads it (the head's, when they are tied); look-ups decode their rows."""
         name = f"{_EMBEDDING}.weight"
         w = self._moved(checked[name])
         if not isinstance(w, QTensor):
@@ -331,7 +353,7 @@ class TritonRunner(TorchRunner):
             packed = [pack_weight(w) for w in coded]
         except UnsupportedError as error:
             reason = str(error)
-        kinds = {(w.form, w.bits, w.middle, w.group, w.scale.dtype, w.zero is None) for w in packed}
+        kinds = {(q.spec.format, w.bits, w.middle, w.group, w.scale.dtype, w.zero is None) for q, w in zip(coded, packed)}
         if len(packed) == len(weights) and len(kinds) == 1:
             self._packed = True
             return _concatenated(packed)
@@ -348,61 +370,91 @@ class TritonRunner(TorchRunner):
         rows = (starts[1:] - starts[:-1]).tolist()
         tree = None
         if batch.tree_masks and any(m is not None for m in batch.tree_masks):
-            tree = tree_words(batch.tree_masks, rows).to(self.device)
-        starts, contexts, tables = (x.to(self.device, torch.int32) for x in (starts, batch.context_lens, batch.block_tables))
-        return Plan(starts, contexts, tables.contiguous(), self._block_size, max(rows), tree, positions)
+            tree = self._here(tree_words(batch.tree_masks, rows))
+        starts, contexts, tables = (self._here(x) for x in (starts, batch.context_lens, batch.block_tables))
+        return Plan(starts, contexts, tables.contiguous(), self._block_size, max(rows), tree, None if tree is None else positions)
 
-    def _replay(self, batch: StepBatch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        padded = next(s for s in GRAPH_SIZES if s >= size)
-        width = batch.block_tables.shape[1]
-        graph = self._graphs.get(padded)
-        if graph is None or graph.tables.shape[1] < width:
-            graph = self._graphs[padded] = self._capture(padded, max(16, 1 << (width - 1).bit_length()))
-        for to, value in ((graph.tokens, batch.tokens), (graph.positions, batch.positions), (graph.slots, batch.slots),
-                          (graph.contexts, batch.context_lens)):
-            to[:size].copy_(value, non_blocking=True)
-        graph.slots[size:].fill_(-1)
-        graph.contexts[size:].fill_(1)
-        graph.tables[:size, :width].copy_(batch.block_tables, non_blocking=True)
-        graph.replay()
-        return graph.hidden[:size], graph.logits[:size]
+    def _graph_for(self, size: int, width: int) -> _Graph | None:
+        """The graph for `size` sequences with tables of `width` blocks; None without graphs, or without memory for this one."""
+        if not self._use_graphs:
+            return None
+        key = next(s for s in GRAPH_SIZES if s >= size), next(b for b in GRAPH_BLOCKS if b >= width)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._capture(*key)
+            except torch.OutOfMemoryError as error:
+                self._use_graphs = False
+                logger.warning("no memory is left to record a CUDA graph of %d sequences; kernels are launched one by one from "
+                               "here on, which is slower (give the KV cache less: memory=...): %s", key[0], error)
+        return self._graphs.get(key)
 
     def _capture(self, size: int, width: int) -> _Graph:
-        """Record a decoding step of `size` sequences with tables of `width` blocks."""
-        new = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=self.device)  # noqa: E731
-        tokens, positions, slots, contexts, tables = new(size), new(size), new(size), new(size), new(size, width)
-        slots.fill_(-1)
-        contexts.fill_(1)
+        """Record a decoding step of `size` sequences with tables of `width` blocks.
+
+        All graphs share one pool of memory, for only one runs at a time, and one stream, so that cuBLAS keeps one workspace. A
+        pool ends with its last graph, so it is asked of a living one.
+        """
+        inputs = _Inputs(size, width, self.device)
         starts = torch.arange(size + 1, dtype=torch.int32, device=self.device)
-        plan = Plan(starts, contexts, tables, self._block_size, 1, None, positions)
+        plan = Plan(starts, inputs.contexts, inputs.tables, self._block_size, 1)
 
         def step() -> tuple[torch.Tensor, torch.Tensor]:
-            x, _ = self._run(tokens, positions, slots, plan, {}, ())
-            hidden = self._norm(x, "model.norm.weight")
+            last, _ = self._run(inputs.tokens, inputs.positions, inputs.slots, plan, {}, ())
+            hidden = self._last_norm(*last)
             return hidden, self._head(hidden)
 
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
             for _ in range(2):  # compiles the kernels, which a capture may not
                 step()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        graph, pool = torch.cuda.CUDAGraph(), next((g.recorded.pool() for g in self._graphs.values()), None)
+        # other threads may go on using the GPU
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             hidden, logits = step()
-        return _Graph(tokens, positions, slots, contexts, tables, hidden, logits, graph.replay)
+        return _Graph(inputs, plan, hidden, logits, graph)
+
+
+class _Inputs:
+    """A decoding step's integers, int32, one after the other in one tensor: each part begins at a multiple of 16 bytes."""
+
+    def __init__(self, size: int, width: int, device: torch.device | str) -> None:
+        each = max(4, size)
+        self.all = torch.zeros(4 * each + size * width, dtype=torch.int32, device=device)
+        self.tokens, self.positions, self.slots, self.contexts = (self.all[i * each:i * each + size] for i in range(4))
+        self.tables = self.all[4 * each:].view(size, width)
+        self.slots.fill_(-1)  # a row of padding writes nowhere, and sees one key
+        self.contexts.fill_(1)
+
+    def take(self, batch: StepBatch) -> None:
+        """Fill in a batch of `size` sequences or fewer."""
+        (rows, columns), (size, width) = self.tables.shape, batch.block_tables.shape
+        step = _Inputs(rows, columns, "cpu")
+        for to, value in ((step.tokens, batch.tokens), (step.positions, batch.positions), (step.slots, batch.slots),
+                          (step.contexts, batch.context_lens)):
+            to[:size] = value
+        step.tables[:size, :width] = batch.block_tables
+        self.all.copy_(step.all, non_blocking=True)
 
 
 @dataclass
 class _Graph:
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    contexts: torch.Tensor
-    tables: torch.Tensor
+    """A recorded step, with all tensors that it reads and writes."""
+
+    inputs: _Inputs
+    plan: Plan
     hidden: torch.Tensor
     logits: torch.Tensor
-    replay: Callable[[], None]
+    recorded: torch.cuda.CUDAGraph
+
+    def replay(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden, logits) of the batch, overwritten by the next replay."""
+        self.inputs.take(batch)
+        self.recorded.replay()
+        size = len(batch.tokens)
+        return self.hidden[:size], self.logits[:size]
 
 
 def unsuited(config: ModelConfig, device: torch.device) -> str:
@@ -427,6 +479,6 @@ def _concatenated(parts: list[PackedWeight]) -> PackedWeight:
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of both side by side."""
-    from karui.kernels.swiglu.triton import product
+    from karui.kernels.swiglu.triton import of_halves
 
-    return product(*gate_up.chunk(2, -1))
+    return of_halves(gate_up)

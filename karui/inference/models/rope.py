@@ -58,13 +58,13 @@ def cos_sin(config: ModelConfig, positions: torch.Tensor,
     the trained length, given to transformers in one piece, would use the whole prompt's length for all its tokens.
     """
     f, factor = frequencies
-    angles = positions.to(torch.float32)[:, None] * f
     if kind_of(config) == "dynamic":
-        scale, length = config.rope_scaling["factor"], config.max_context
-        for row in (positions >= length).nonzero()[:, 0].tolist():
-            seen = int(positions[row]) + 1
-            grown = config.rope_theta * (scale * seen / length - (scale - 1)) ** (config.head_dim / (config.head_dim - 2))
-            angles[row] = float(positions[row]) * _plain(config.head_dim, grown).to(f.device)
+        scale, length, dim = config.rope_scaling["factor"], config.max_context, config.head_dim
+        # on the device, for all rows: a CUDA graph records this too
+        seen = (positions + 1).clamp_min(length).double()
+        grown = config.rope_theta * (scale * seen / length - (scale - 1)) ** (dim / (dim - 2))
+        f = 1.0 / grown.float()[:, None] ** (torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)
+    angles = positions.to(torch.float32)[:, None] * f
     return angles.cos() * factor, angles.sin() * factor
 
 

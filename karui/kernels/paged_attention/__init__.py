@@ -1,6 +1,7 @@
 """Attention of a step's rows over keys and values that lie in blocks, and writing those keys and values.
 
     write_kv(k, v, slots, cache)     store a step's keys and values, quantized if the cache is
+    enter(qkv, ...)                  q, k and v as one product leaves them: norms, rotation, keys and values into the cache
     paged_attention(q, cache, plan)  decoding, verification of a tree of drafts, prefill: one kernel, rows of any mixture
 
 The heads that share a key head are packed into one tile with the rows (grouped-query attention, arXiv 2305.13245); where rows are
@@ -40,7 +41,7 @@ class Plan:
     block_tables: [S, B] block ids; slot of key j = block_tables[s, j // block_size] * block_size + j % block_size.
     max_rows: most rows of one sequence.
     tree: [T] words or None: bit j of row i is set if row i sees its sequence's row j; no bit, or None: causal.
-    positions: [T] of the rows; needed with `window` and a tree.
+    positions: [T] of the rows; needed with `window` and a tree, else None: keys before the window are then not looked at.
     """
 
     query_starts: torch.Tensor
@@ -78,6 +79,29 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: Cache
         triton.write_kv(k, v, slots, cache)
     else:
         reference.write_kv(k, v, slots, cache)
+
+
+def enter(qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: Cache,
+          norms: tuple[torch.Tensor, ...] | None = None, eps: float = 0.0,
+          backend: Backend = "auto") -> torch.Tensor:  # fmt: skip
+    """q [T, heads, D], normed and rotated, of a step's qkv [T, (heads + 2 G) D]; keys and values go into the cache as by
+    `write_kv`, the keys normed and rotated too.
+
+    Args:
+        cos, sin: fp32 [T, D / 2] of the rows; pairs are (i, i + D / 2).
+        norms: weights [D] of the RMS norms of q's and k's heads, or None; `eps` is theirs.
+    """
+    groups, width = cache.keys.shape[1:]
+    columns = (heads + 2 * groups) * width
+    if qkv.ndim != 2 or qkv.shape[1] != columns:
+        raise KaruiError(f"{heads} and twice {groups} heads of {width} are {columns} columns, got {tuple(qkv.shape)}.")
+    _check(cache, qkv.view(len(qkv), -1, width))
+    refused = "" if width <= 256 and width % 2 == 0 else f"a head dimension of {width}"
+    if use_triton(backend, qkv.device, "enter", refused=refused):
+        from karui.kernels.paged_attention import triton
+
+        return triton.enter(qkv, heads, cos, sin, slots, cache, norms, eps)
+    return reference.enter(qkv, heads, cos, sin, slots, cache, norms, eps)
 
 
 def paged_attention(

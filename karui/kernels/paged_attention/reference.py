@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from karui.kernels.rms_norm.reference import rms_norm
+from karui.kernels.rope.reference import rope
+
 if TYPE_CHECKING:
     from karui.kernels.paged_attention import Cache, Plan
 
@@ -24,6 +27,18 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: Cache
         codes = (x.float() / scale[..., None]).clamp(-top, top)
         codes = codes.round().to(torch.int8) if to.dtype == torch.int8 else codes.to(to.dtype)
         to.view(torch.uint8)[at] = codes.view(torch.uint8)
+
+
+def enter(qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: Cache,
+          norms: tuple[torch.Tensor, ...] | None, eps: float) -> torch.Tensor:  # fmt: skip
+    """As `karui.kernels.paged_attention.enter`."""
+    groups, width = cache.keys.shape[1:]
+    q, k, v = qkv.view(len(qkv), -1, width).split((heads, groups, groups), 1)
+    if norms is not None:
+        q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norms))
+    q, k = rope(q, cos, sin), rope(k, cos, sin)
+    write_kv(k, v, slots, cache)
+    return q
 
 
 def read(values: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:

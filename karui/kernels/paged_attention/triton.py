@@ -1,15 +1,13 @@
 """Paged attention and the cache's writer.
 
-A program holds a tile of (rows x heads of one key head) of one sequence and walks a part of its keys,
-a block table look-up per key;
+A program holds a tile of (rows x heads of one key head) of one sequence and walks a part of its keys, a block table look-up per
+key; with several parts `_merge` adds their softmaxes (Flash-Decoding). The number of parts depends on the shapes of the step
+alone, not on contexts, so a CUDA graph replays it with any contexts.
 
-ith several parts `_merge` adds their softmaxes (Flash-Decoding). The number of parts depends on the shapes of the step alone,
-not on
-contexts, so a CUDA graph replays it with any contexts.
+int8 and fp8 keys are multiplied as codes; their scales, one per token and head, go onto the columns of the scores, the values'
+onto the probabilities. fp8 codes are decoded in integers on chips without a conversion of their own.
 
-int8 and fp8 keys are multiplied as codes; their scales, one per token and head, go onto the columns of the scores,
-the values' onto
-the probabilities. fp8 codes are decoded in integers, which works on every GPU.
+What differs from step to step (rows, parts, widths of tables) is no compile-time value: each new one would be compiled anew.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import triton
 import triton.language as tl
 
 from karui.kernels.paged_attention import Cache, Plan
-from karui.kernels.triton_support import num_processors
+from karui.kernels.triton_support import capability, num_processors
 from karui.kernels.triton_support.codecs import decode_e4m3, encode_e4m3
 from karui.kernels.triton_support.offline import WIDE_LOADS, Case
 from karui.kernels.triton_support.products import dot
@@ -30,63 +28,112 @@ _LOG2E = math.log2(math.e)
 
 
 @triton.jit
-def _write(k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, k_token, k_head, v_token, v_head, G,
+def _stored(x, scale, to_ptr, KIND: tl.constexpr):
+    """fp32 values as the cache keeps them. KIND 0: a plain dtype, 1: int8, 2: E4M3 (as bytes)."""
+    if KIND == 0:
+        kept = x.to(to_ptr.dtype.element_ty)
+    elif KIND == 1:
+        # adding 1.5 * 2^23 leaves the nearest whole number, ties to even
+        kept = ((tl.div_rn(x, scale) + 12582912.0) - 12582912.0).to(tl.int8)
+    else:
+        kept = encode_e4m3(tl.div_rn(x, scale)).to(tl.uint8)
+    return kept
+
+
+@triton.jit
+def _scale_of(largest, KIND: tl.constexpr):
+    return tl.div_rn(tl.maximum(largest, 1e-12), 127.0 if KIND == 1 else 448.0)
+
+
+@triton.jit
+def _write(k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, k_token, k_head, v_token, v_head,
            slot_stride, head_stride, scale_slot, KIND: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """KIND 0: a plain dtype, 1: int8, 2: E4M3 (as bytes)."""
     t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + t).to(tl.int64)
     if slot >= 0:
         d = tl.arange(0, DP)
         k = tl.load(k_ptr + t * k_token + g * k_head + d, d < D, 0.0).to(tl.float32)
         v = tl.load(v_ptr + t * v_token + g * v_head + d, d < D, 0.0).to(tl.float32)
+        k_scale, v_scale = _scale_of(tl.max(tl.abs(k)), KIND), _scale_of(tl.max(tl.abs(v)), KIND)
         at = slot * slot_stride + g * head_stride + d
-        if KIND == 0:
-            tl.store(keys_ptr + at, k.to(keys_ptr.dtype.element_ty), d < D)
-            tl.store(values_ptr + at, v.to(values_ptr.dtype.element_ty), d < D)
-        else:
-            top: tl.constexpr = 127.0 if KIND == 1 else 448.0
-            k_scale = tl.div_rn(tl.maximum(tl.max(tl.abs(k)), 1e-12), top)
-            v_scale = tl.div_rn(tl.maximum(tl.max(tl.abs(v)), 1e-12), top)
+        tl.store(keys_ptr + at, _stored(k, k_scale, keys_ptr, KIND), d < D)
+        tl.store(values_ptr + at, _stored(v, v_scale, values_ptr, KIND), d < D)
+        if KIND != 0:
             tl.store(key_scale_ptr + slot * scale_slot + g, k_scale)
             tl.store(value_scale_ptr + slot * scale_slot + g, v_scale)
-            k, v = tl.div_rn(k, k_scale), tl.div_rn(v, v_scale)
-            if KIND == 1:
-                # adding 1.5 * 2^23 leaves the nearest whole number, ties to even
-                tl.store(keys_ptr + at, ((k + 12582912.0) - 12582912.0).to(tl.int8), d < D)
-                tl.store(values_ptr + at, ((v + 12582912.0) - 12582912.0).to(tl.int8), d < D)
-            else:
-                tl.store(keys_ptr + at, encode_e4m3(k).to(tl.uint8), d < D)
-                tl.store(values_ptr + at, encode_e4m3(v).to(tl.uint8), d < D)
 
 
 @triton.jit
-def _operand(x, KIND: tl.constexpr, like):
-    """Codes or values as something a product with `like` takes; exact."""
+def _enter(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, key_scale_ptr,
+           value_scale_ptr, qkv_token, slot_stride, head_stride, scale_slot, eps, A: tl.constexpr, G: tl.constexpr,
+           NORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):  # fmt: skip
+    """Program (row, head of q, k and v one after the other): norm, rotation, and into q or the cache."""
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, HP)
+    inside = d < HALF
+    at = qkv_ptr + t * qkv_token + head * (2 * HALF) + d
+    a, b = tl.load(at, inside, 0.0), tl.load(at + HALF, inside, 0.0)
+    low, high = a.to(tl.float32), b.to(tl.float32)
+    is_value = head >= A + G
+    if NORM:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if head < A + G:
+            rstd = 1.0 / tl.sqrt_rn((tl.sum(low * low) + tl.sum(high * high)) / (2 * HALF) + eps)
+            weight = q_norm_ptr if head < A else k_norm_ptr
+            # rounded where the separate kernels round: before the weight, after it, and after the rotation
+            low = (low * rstd).to(a.dtype).to(tl.float32) * tl.load(weight + d, inside, 0.0).to(tl.float32)
+            high = (high * rstd).to(a.dtype).to(tl.float32) * tl.load(weight + HALF + d, inside, 0.0).to(tl.float32)
+            low, high = low.to(a.dtype).to(tl.float32), high.to(a.dtype).to(tl.float32)
+    if head < A + G:
+        cos, sin = tl.load(cos_ptr + t * HALF + d, inside, 0.0), tl.load(sin_ptr + t * HALF + d, inside, 0.0)
+        turned = low * cos - high * sin
+        high = (high * cos + low * sin).to(a.dtype).to(tl.float32)
+        low = turned.to(a.dtype).to(tl.float32)
+    if head < A:
+        to = q_ptr + (t * A + head) * (2 * HALF) + d
+        tl.store(to, low.to(a.dtype), inside)
+        tl.store(to + HALF, high.to(a.dtype), inside)
+    else:
+        slot = tl.load(slots_ptr + t).to(tl.int64)
+        if slot >= 0:
+            g = tl.where(is_value, head - A - G, head - A)
+            cache_ptr = values_ptr if is_value else keys_ptr
+            scale = _scale_of(tl.maximum(tl.max(tl.abs(low)), tl.max(tl.abs(high))), KIND)
+            to = cache_ptr + slot * slot_stride + g * head_stride + d
+            tl.store(to, _stored(low, scale, keys_ptr, KIND), inside)
+            tl.store(to + HALF, _stored(high, scale, keys_ptr, KIND), inside)
+            if KIND != 0:
+                scales = value_scale_ptr if is_value else key_scale_ptr
+                tl.store(scales + slot * scale_slot + g, scale)
+
+
+@triton.jit
+def _operand(x, KIND: tl.constexpr, HARD: tl.constexpr, like):
+    """Codes or values as something a product with `like` takes; exact. HARD: by the chip's own conversion."""
     if KIND == 2:
+        if HARD:
+            return x.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(like.dtype)
         return decode_e4m3(x.to(tl.int32)).to(like.dtype)
     return x.to(like.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "table_stride", "window", "rows", "tiles", "parts"])
 def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_ptr, contexts_ptr, tables_ptr, tree_ptr,
-            positions_ptr,
-            out_ptr, top_ptr, sum_ptr, T, q_token, q_head, slot_stride, head_stride, scale_slot, table_stride, factor, window,
-            tiles, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr,
-            TREE: tl.constexpr,
-            WINDOW: tl.constexpr, POSITIONS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-            BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Program (sequence and tile of ROWS rows, key head, part); tile row r is row r // GROUP of the tile, head r % GROUP."""
+            positions_ptr, out_ptr, top_ptr, sum_ptr, T, q_token, q_head, slot_stride, head_stride, scale_slot, table_stride,
+            factor, window, rows, tiles, parts, BLOCK: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr,
+            HARD: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SPLIT: tl.constexpr,
+            D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Program (sequence and tile of `rows` rows, key head, part); tile row r is row r // GROUP of the tile, head r % GROUP."""
     s, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     g, part = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + s)
     num_rows = tl.load(starts_ptr + s + 1) - start
-    first = tile * ROWS
+    first = tile * rows
     if first < num_rows:
         context = tl.load(contexts_ptr + s)
         before = context - num_rows
         r, d = tl.arange(0, BM), tl.arange(0, DP)
         i = first + r // GROUP
-        real = (i < num_rows) & (r < ROWS * GROUP)
+        real = (i < num_rows) & (r < rows * GROUP)
         head = g * GROUP + r % GROUP
         row = (start + i).to(tl.int64)
         mask = real[:, None] & (d[None, :] < D)
@@ -100,22 +147,22 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
         top = tl.full([BM], float("-inf"), tl.float32)
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DP], tl.float32)
-        # keys up to the last that any row of the tile sees, in equal parts of whole tiles
-        end = context if TREE else tl.minimum(before + first + ROWS, context)
-        each = tl.cdiv(tl.cdiv(end, BN), PARTS) * BN
-        begin = part * each
+        # the keys that any row of the tile sees, in equal parts of whole tiles
+        begin = 0
+        end = context if TREE else tl.minimum(before + first + rows, context)
         if WINDOW:
-            begin = tl.maximum(begin, tl.maximum(before + first - window + 1, 0) // BN * BN)
-            if POSITIONS:
-                begin = part * each
-        for at in range(begin, tl.minimum((part + 1) * each, end), BN):
+            # a row of a tree is at its depth, which may be 0
+            begin = tl.maximum(before + (0 if POSITIONS else first) - window + 1, 0) // BN * BN
+        each = tl.cdiv(tl.cdiv(end - begin, BN), parts) * BN
+        begin += part * each
+        for at in range(begin, tl.minimum(begin + each, end), BN):
             j = at + tl.arange(0, BN)
             block = tl.load(tables_ptr + s * table_stride + j // BLOCK, j < end, 0).to(tl.int64)
             slot = block * BLOCK + j % BLOCK
             where = slot[:, None] * slot_stride + g * head_stride + d[None, :]
             inside = (j[:, None] < end) & (d[None, :] < D)
-            k = _operand(tl.load(keys_ptr + where, inside, 0), KIND, q)
-            scores = dot(q, k.T, tl.zeros([BM, BN], tl.float32)) * factor
+            k = _operand(tl.load(keys_ptr + where, inside, 0), KIND, HARD, q)
+            scores = dot(q, k.T, tl.zeros([BM, BN], tl.float32), "tf32x3") * factor
             if KIND != 0:
                 scores *= tl.load(key_scale_ptr + slot * scale_slot + g, j < end, 0.0)[None, :]
             own = j[None, :] - before
@@ -139,10 +186,10 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             total = total * shrink + tl.sum(p, 1)
             if KIND != 0:
                 p *= tl.load(value_scale_ptr + slot * scale_slot + g, j < end, 0.0)[None, :]
-            v = _operand(tl.load(values_ptr + where, inside, 0), KIND, q)
-            acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
+            v = _operand(tl.load(values_ptr + where, inside, 0), KIND, HARD, q)
+            acc = dot(p.to(v.dtype), v, acc * shrink[:, None], "tf32x3")
             top = bigger
-        if PARTS == 1:
+        if not SPLIT:
             out = out_ptr + (row[:, None] * HEADS + head[:, None]) * D + d[None, :]
             tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask)
         else:
@@ -152,20 +199,17 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             tl.store(sum_ptr + at, total, real)
 
 
-@triton.jit
-def _merge(part_ptr, top_ptr, sum_ptr, out_ptr, size, PARTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Program per (row, head): the parts' accumulators, each scaled to the largest maximum."""
+@triton.jit(do_not_specialize=["size", "parts"])
+def _merge(part_ptr, top_ptr, sum_ptr, out_ptr, size, parts, PARTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Program per (row, head): the parts' accumulators, each scaled to the largest maximum; PARTS >= parts, a power of two."""
     at = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, DP)
-    top = tl.load(top_ptr + at)
-    for part in tl.static_range(1, PARTS):
-        top = tl.maximum(top, tl.load(top_ptr + part * size + at))
-    total = 0.0
-    acc = tl.zeros([DP], tl.float32)
-    for part in tl.static_range(PARTS):
-        weight = tl.exp2(tl.load(top_ptr + part * size + at) - top)
-        total += weight * tl.load(sum_ptr + part * size + at)
-        acc += weight * tl.load(part_ptr + (part * size + at) * D + d, d < D, 0.0)
+    d, part = tl.arange(0, DP), tl.arange(0, PARTS)
+    real, places = part < parts, part.to(tl.int64) * size + at
+    top = tl.load(top_ptr + places, real, float("-inf"))
+    weight = tl.exp2(top - tl.max(top))
+    total = tl.sum(weight * tl.load(sum_ptr + places, real, 0.0))
+    acc = tl.load(part_ptr + places[:, None] * D + d[None, :], real[:, None] & (d[None, :] < D), 0.0)
+    acc = tl.sum(weight[:, None] * acc, 0)
     tl.store(out_ptr + at * D + d, (acc / total).to(out_ptr.dtype.element_ty), d < D)
 
 
@@ -185,9 +229,28 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: Cache
     assert value_scale is not None
     if tokens:
         _write[(tokens, heads)](k, v, slots, keys, values, key_scale, value_scale, k.stride(0), k.stride(1), v.stride(0),
-                                v.stride(1),
-                                heads, keys.stride(0), keys.stride(1), key_scale.stride(0), KIND=_KINDS.get(cache.keys.dtype, 0),
-                                D=width, DP=triton.next_power_of_2(width), num_warps=1)  # fmt: skip
+                                v.stride(1), keys.stride(0), keys.stride(1), key_scale.stride(0),
+                                KIND=_KINDS.get(cache.keys.dtype, 0), D=width, DP=triton.next_power_of_2(width),
+                                num_warps=1)  # fmt: skip
+
+
+def enter(qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: Cache,
+          norms: tuple[torch.Tensor, ...] | None, eps: float) -> torch.Tensor:  # fmt: skip
+    """As `karui.kernels.paged_attention.enter`."""
+    qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
+    kv_heads, width = cache.keys.shape[1:]
+    q = torch.empty(len(qkv), heads, width, dtype=qkv.dtype, device=qkv.device)
+    keys, values = _bytes(cache.keys), _bytes(cache.values)
+    key_scale, value_scale = (keys, values) if cache.key_scale is None else (cache.key_scale, cache.value_scale)
+    assert value_scale is not None
+    q_norm, k_norm = (qkv, qkv) if norms is None else norms
+    if len(qkv):
+        _enter[(len(qkv), heads + 2 * kv_heads)](
+            qkv, q_norm, k_norm, cos.contiguous(), sin.contiguous(), slots, q, keys, values, key_scale, value_scale,
+            qkv.stride(0), keys.stride(0), keys.stride(1), key_scale.stride(0), eps, A=heads, G=kv_heads, NORM=norms is not None,
+            KIND=_KINDS.get(cache.keys.dtype, 0), HALF=width // 2, HP=triton.next_power_of_2(width // 2),
+            num_warps=1)  # fmt: skip
+    return q
 
 
 def num_parts(sequences: int, tiles: int, kv_heads: int, max_context: int, device: torch.device) -> int:
@@ -206,55 +269,85 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
         return out
     kv_heads = cache.keys.shape[1]
     group = heads // kv_heads
-    # few rows: one tile holds them all; many: tiles of 64 rows-times-heads
-    rows = min(plan.max_rows, max(1, 64 // group)) if plan.max_rows * group > 128 else plan.max_rows
+    # few rows: one tile holds them all; many: tiles of rows-times-heads that leave room for keys and values in shared memory
+    padded = triton.next_power_of_2(width)
+    most, bn, stages = _tiles(padded, q.dtype == torch.float32)
+    rows = plan.max_rows if plan.max_rows * group <= most else min(plan.max_rows, max(1, min(most, 64) // group))
     bm = max(16, triton.next_power_of_2(rows * group))
     sequences, tiles = plan.contexts.shape[0], triton.cdiv(plan.max_rows, rows)
     reach = plan.block_tables.shape[1] * plan.block_size
     parts = parts or num_parts(sequences, tiles, kv_heads, reach, q.device)
     partial = torch.empty(parts, tokens, heads, width, device=q.device) if parts > 1 else out
-    extra = torch.empty(2, parts, tokens, heads, device=q.device) if parts > 1 else torch.empty(2, 1, device=q.device)
+    # each from an allocation of its own: where it begins is then known to be aligned
+    top, total = (torch.empty(parts, tokens, heads, device=q.device) if parts > 1 else partial for _ in range(2))
     keys, values = _bytes(cache.keys), _bytes(cache.values)
     key_scale, value_scale = (keys, values) if cache.key_scale is None else (cache.key_scale, cache.value_scale)
-    bn = 16 if q.device.type != "cuda" else 64 if width <= 128 else 32
+    kind, on_gpu = _KINDS.get(cache.keys.dtype, 0), q.device.type == "cuda"
     _attend[(sequences * tiles, kv_heads, parts)](
         q, keys, values, key_scale, value_scale, plan.query_starts, plan.contexts, plan.block_tables,
         plan.query_starts if plan.tree is None else plan.tree,
-        plan.query_starts if plan.positions is None else plan.positions, partial,
-        extra[0], extra[1], tokens, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), key_scale.stride(0),
-        plan.block_tables.stride(0), scaling * _LOG2E, window or 0, tiles, BLOCK=plan.block_size, ROWS=rows, GROUP=group,
-        HEADS=heads, KIND=_KINDS.get(cache.keys.dtype, 0), TREE=plan.tree is not None, WINDOW=window is not None,
-        POSITIONS=window is not None and plan.positions is not None, PARTS=parts, D=width, DP=triton.next_power_of_2(width),
-        BM=bm, BN=bn, num_warps=4, num_stages=3 if width <= 128 else 2)  # fmt: skip
+        plan.query_starts if plan.positions is None else plan.positions, partial, top, total, tokens, q.stride(0), q.stride(1),
+        keys.stride(0), keys.stride(1), key_scale.stride(0), plan.block_tables.stride(0), scaling * _LOG2E, window or 0, rows,
+        tiles, parts, BLOCK=plan.block_size, GROUP=group, HEADS=heads, KIND=kind,
+        HARD=kind == 2 and on_gpu and capability(q.device) >= 89, TREE=plan.tree is not None, WINDOW=window is not None,
+        POSITIONS=window is not None and plan.positions is not None, SPLIT=parts > 1, D=width, DP=padded, BM=bm,
+        BN=bn if on_gpu else 16, num_warps=4, num_stages=stages)  # fmt: skip
     if parts > 1:
-        _merge[(tokens * heads,)](partial, extra[0], extra[1], out, tokens * heads, PARTS=parts, D=width,
-                                  DP=triton.next_power_of_2(width), num_warps=1)  # fmt: skip
+        _merge[(tokens * heads,)](partial, top, total, out, tokens * heads, parts, PARTS=triton.next_power_of_2(parts), D=width,
+                                  DP=padded, num_warps=4)  # fmt: skip
     return out
+
+
+def _tiles(width: int, single: bool) -> tuple[int, int, int]:
+    """(most rows-times-heads of a tile, keys of a step, pipeline stages) for heads of `width`: what fits into the 99 KiB of the
+    chips with the least shared memory. A product in fp32 keeps each operand in two parts."""
+    row_bytes = width * (8 if single else 2)
+    return (128, 64, 3) if row_bytes <= 256 else (64, 32, 2) if row_bytes <= 512 else (32 if row_bytes <= 1024 else 16, 16, 2)
 
 
 def offline_cases() -> list[Case]:
     bf16 = {80: r"mma\.sync[.a-z0-9]*bf16", 90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*bf16", 100: r"(tcgen05\.mma|mma\.sync)",
             120: r"mma\.sync[.a-z0-9]*bf16"}  # fmt: skip
-    names = ("T", "q_token", "q_head", "slot_stride", "head_stride", "scale_slot", "table_stride", "window", "tiles")
+    bf16[89] = bf16[80]
+    tf32 = {cc: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*tf32" for cc in (80, 89, 90, 120)}
+    odd = ("T", "table_stride", "window", "rows", "tiles", "parts", "scale_slot")
+    names = ("q_token", "q_head", "slot_stride", "head_stride", *odd)
     base = {"q_ptr": "*bf16", "key_scale_ptr": "*fp32", "value_scale_ptr": "*fp32", "out_ptr": "*fp32", "top_ptr": "*fp32",
             "sum_ptr": "*fp32", "factor": "fp32", **{f"{n}_ptr": "*i32" for n in ("starts", "contexts", "tables", "tree",
                                                                                   "positions")},
             **{n: "i32" for n in names}}  # fmt: skip
     cases = []
-    for name, kind, dtype, rows, tree, parts in [("decode bf16", 0, "*bf16", 1, False, 8), ("decode int8", 1, "*i8", 1, False, 8),
-                                                 ("decode fp8", 2, "*u8", 1, False, 8), ("verify 16 rows", 0, "*bf16", 16,
-                                                                                         True, 8),
-                                                 ("prefill", 0, "*bf16", 16, False, 1)]:  # fmt: skip
-        types = base | {"keys_ptr": dtype, "values_ptr": dtype} | ({"out_ptr": "*bf16"} if parts == 1 else {})
-        constants = {"BLOCK": 16, "ROWS": rows, "GROUP": 4, "HEADS": 32, "KIND": kind, "TREE": tree, "WINDOW": False,
-                     "POSITIONS": False, "PARTS": parts, "D": 128, "DP": 128, "BM": max(16, 4 * rows), "BN": 64}  # fmt: skip
-        cases.append(Case(f"paged_attention {name}", _attend, types, constants, bf16, 4, 3, ("T", "window", "tiles",
-                                                                                             "scale_slot"),
-                          (90,) if name in ("decode int8", "verify 16 rows") else ()))  # fmt: skip
-    write = {"k_ptr": "*bf16", "v_ptr": "*bf16", "slots_ptr": "*i32", "keys_ptr": "*u8", "values_ptr": "*u8",
-             "key_scale_ptr": "*fp32",
-             "value_scale_ptr": "*fp32", **{n: "i32" for n in ("k_token", "k_head", "v_token", "v_head", "G", "slot_stride",
-                                                              "head_stride", "scale_slot")}}  # fmt: skip
+    for name, kind, dtype, rows, tree, split in [
+        ("decode bf16", 0, "*bf16", 1, False, True), ("decode int8", 1, "*i8", 1, False, True),
+        ("decode fp8", 2, "*u8", 1, False, True), ("verify 16 rows", 0, "*bf16", 16, True, True),
+        ("prefill", 0, "*bf16", 16, False, False), ("widest tile", 2, "*u8", 32, False, False),
+        ("heads of 256", 2, "*u8", 16, False, False), ("fp32", 0, "*fp32", 8, False, False),
+        ("fp32, heads of 256", 0, "*fp32", 4, False, False),
+    ]:  # fmt: skip
+        query, width = "*fp32" if "fp32" in name else "*bf16", 256 if "256" in name else 128
+        _, bn, stages = _tiles(width, query == "*fp32")
+        types = base | {"q_ptr": query, "keys_ptr": dtype, "values_ptr": dtype} | ({} if split else {"out_ptr": query})
+        for hard in (False, True) if kind == 2 else (False,):
+            constants = {"BLOCK": 16, "GROUP": 4, "HEADS": 32, "KIND": kind, "HARD": hard, "TREE": tree, "WINDOW": False,
+                         "POSITIONS": False, "SPLIT": split, "D": width, "DP": width, "BM": max(16, 4 * rows),
+                         "BN": bn}  # fmt: skip
+            at = {cc: p for cc, p in (bf16 if query == "*bf16" else tf32).items() if kind != 2 or (cc >= 89) == hard}
+            quick = (90,) if name in ("decode int8", "verify 16 rows") else ()
+            cases.append(Case(f"paged_attention {name}{' by the chip' if hard else ''}", _attend, types, constants, at, 4, stages,
+                              odd, quick))  # fmt: skip
+    cases.append(Case("paged_attention merge", _merge, {f"{n}_ptr": "*fp32" for n in ("part", "top", "sum")} | {
+        "out_ptr": "*bf16", "size": "i32", "parts": "i32"}, {"PARTS": 32, "D": 128, "DP": 128},
+        {cc: r"ld\.global[.a-z]*\.v[24]" for cc in WIDE_LOADS}, 4, 1, ("size", "parts"), ()))  # fmt: skip
+    strides = {n: "i32" for n in ("slot_stride", "head_stride", "scale_slot")}
+    caches = {"slots_ptr": "*i32", "keys_ptr": "*u8", "values_ptr": "*u8", "key_scale_ptr": "*fp32", "value_scale_ptr": "*fp32"}
+    write = {"k_ptr": "*bf16", "v_ptr": "*bf16", **caches, **{n: "i32" for n in ("k_token", "k_head", "v_token", "v_head")},
+             **strides}  # fmt: skip
     cases.append(Case("paged_attention write fp8", _write, write, {"KIND": 2, "D": 128, "DP": 128},
-                      {cc: r"st\.global" for cc in WIDE_LOADS}, 1, 1, ("G", "scale_slot")))  # fmt: skip
+                      {cc: r"st\.global" for cc in WIDE_LOADS}, 1, 1, ("scale_slot",)))  # fmt: skip
+    entering = {**caches, **{f"{n}_ptr": "*bf16" for n in ("qkv", "q_norm", "k_norm", "q")}, "cos_ptr": "*fp32",
+                "sin_ptr": "*fp32", "qkv_token": "i32", "eps": "fp32", **strides}  # fmt: skip
+    for name, kind, dtype in (("bf16", 0, "*bf16"), ("int8", 1, "*i8"), ("fp8", 2, "*u8")):
+        cases.append(Case(f"paged_attention enter {name}", _enter, entering | {"keys_ptr": dtype, "values_ptr": dtype},
+                          {"A": 32, "G": 8, "NORM": kind < 2, "KIND": kind, "HALF": 64, "HP": 64}, dict(WIDE_LOADS), 1, 3,
+                          ("scale_slot",), (90,) if kind == 2 else ()))  # fmt: skip
     return cases

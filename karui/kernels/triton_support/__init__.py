@@ -10,11 +10,12 @@ for tests.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -46,6 +47,11 @@ def capability(device: torch.device) -> int:
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of a device; 4 in the interpreter, so that persistent loops run more than once."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """`device` as the current one: Triton launches there, wherever the tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def obstacle(device: torch.device, needs: int = 80) -> str:

@@ -47,6 +47,13 @@ def test_rms_norm_with_residual(device, rng):
     torch.testing.assert_close(normed, rms_reference.rms_norm(x + r, w, 1e-6))
 
 
+def test_swiglu_of_halves(device, rng):
+    from karui.kernels.swiglu.triton import of_halves
+
+    both = torch.randn(7, 2 * 1100 + 3, generator=rng, device=device)[:, :-3]  # rows apart
+    torch.testing.assert_close(of_halves(both), swiglu_reference.swiglu(*both.chunk(2, -1)))
+
+
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES.items(), ids=str)
 def test_swiglu(dtype, bound, device, rng):
     gate, up, grad = (torch.randn(7, 301, generator=rng, device=device) * 2 for _ in range(3))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from karui.configs.errors import KaruiError
-from karui.kernels.paged_attention import Cache, Plan, paged_attention, tree_words, write_kv
+from karui.kernels.paged_attention import Cache, Plan, enter, paged_attention, tree_words, write_kv
 
 BLOCK, SLOTS = 8, 160
 
@@ -109,3 +109,25 @@ def test_words_and_refusals(device):
         paged_attention(torch.zeros(1, 3, 8), cache, plan, 1.0)
     with pytest.raises(KaruiError, match="need scales"):
         write_kv(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.zeros(1), Cache(*[torch.zeros(4, 2, 8, dtype=torch.int8)] * 2))
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_entering(dtype, norms, device, rng):
+    """Norms, rotation and the writing of keys and values in one kernel, as the separate ones do it."""
+    qkv = torch.randn(3, (6 + 2 * 2) * 20 + 7, generator=rng, device=device).half()[:, :-7]  # rows apart
+    angle = torch.rand(3, 10, generator=rng, device=device) * 6
+    weights = tuple(torch.randn(20, generator=rng, device=device).half() for _ in range(2)) if norms else None
+    slots = torch.tensor([5, -1, 150], dtype=torch.int32, device=device)
+    caches = [make_cache(dtype, 2, 20, device) for _ in range(2)]
+    got, want = (enter(qkv, 6, angle.cos(), angle.sin(), slots, cache, weights, 1e-5, backend)
+                 for cache, backend in zip(caches, ("triton", "torch")))  # fmt: skip
+    assert got.dtype == qkv.dtype and (got - want).abs().max() <= 2e-3 * want.abs().max()
+    a, b = caches
+    for mine, theirs in ((a.keys, b.keys), (a.values, b.values)):
+        near = (mine.float() - theirs.float()).abs().max()
+        assert near <= (2e-2 if dtype == torch.float16 else 1.0 if dtype == torch.int8 else 32.0)
+    assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8)) and a.keys[5].float().abs().sum() > 0
+    assert a.keys.float()[[0, 149, 151]].abs().sum() == 0
+    if a.key_scale is not None:
+        torch.testing.assert_close(a.key_scale, b.key_scale, rtol=2e-3, atol=0)

@@ -1,0 +1,141 @@
+"""Behavioural: decoding with CUDA graphs on a pretended GPU (`pretend`): what is recorded may not wait for the GPU nor copy from the host,
+and a replay on other inputs gives what the plain runner gives."""
+
+import dataclasses
+import logging
+import weakref
+
+import pytest
+import torch
+
+from karui.configs.quantspec import QuantSpec
+from karui.inference.batch import StepBatch
+from karui.inference.models.decoder import TorchRunner
+from karui.kernels.quantize import quantize
+from tests.kernels.triton import pretend
+from tests.kernels.triton.test_dispatch import gpu  # noqa: F401 (a fixture)
+from tests.kernels.triton.test_runner import CONFIG, on_grid, weights, with_experts
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_runner decodes with graphs on the GPU that is here")
+
+
+@pytest.fixture
+def graphs(gpu, monkeypatch):  # noqa: F811
+    return pretend.pretend_graphs(monkeypatch)
+
+
+def decoding(*contexts, width=3):
+    """One row each for sequences with so many keys, in blocks of 4 that lie backwards."""
+    t = torch.tensor
+    tables = torch.arange(len(contexts) * width).flip(0).view(len(contexts), width)
+    last = [c - 1 for c in contexts]
+    return StepBatch(tokens=t([(7 * c) % 29 for c in contexts]), positions=t(last), query_starts=torch.arange(len(contexts) + 1),
+                     slots=t([int(tables[s, j // 4]) * 4 + j % 4 for s, j in enumerate(last)]), context_lens=t(contexts),
+                     block_tables=tables, logit_rows=torch.arange(len(contexts)), want_hidden=True)  # fmt: skip
+
+
+def same(fast, plain, batch):
+    got, want = fast.forward(batch), plain.forward(batch)
+    assert got.logits.is_cuda
+    for a, b in ((got.logits, want.logits), (got.hidden, want.hidden)):
+        assert (a - b).abs().max() <= 1e-2 * b.abs().max()
+    return got
+
+
+def runners(config, made, kv_dtype="float16", **options):
+    from karui.inference.models.gpu import TritonRunner
+
+    both = TritonRunner(config, made, "cuda", torch.float16, **options), TorchRunner(config, made, "cuda", torch.float16)
+    for runner in both:
+        runner.allocate(12, 4, kv_dtype)
+    return both
+
+
+UNTIED = dataclasses.replace(CONFIG, tied=False, qk_norm=False, rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_context=4)
+CASES = {
+    "dense": lambda: (CONFIG, weights(CONFIG), "float16"),
+    "experts": lambda: (with_experts("qwen2_moe"), weights(with_experts("qwen2_moe")), "int8"),
+    "angles that grow": lambda: (UNTIED, weights(UNTIED), "float16"),
+    "nvfp4, embedding too": lambda: (UNTIED, {n: quantize(w, QuantSpec.parse("nvfp4")) if w.ndim == 2 else w
+                                              for n, w in weights(UNTIED).items()}, "fp8"),
+    "no kernel for the grid": lambda: (CONFIG, on_grid("w3g32"), "float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_steps(case, graphs):
+    config, made, kv_dtype = CASES[case]()
+    fast, plain = runners(config, made, kv_dtype)
+    for batch in (decoding(1, 1, 1), decoding(2, 2, 2), decoding(5)):
+        same(fast, plain, batch)
+    assert len(graphs) == 2  # of four sequences, the fourth padded, and of one
+    assert len({id(g.pool()) for g in graphs}) == 1
+
+
+def test_new_weights_and_new_blocks_are_recorded_anew(graphs):
+    fast, plain = runners(CONFIG, weights(CONFIG))
+    same(fast, plain, decoding(1))
+    for runner in (fast, plain):
+        runner.load_weights(weights(CONFIG, seed=3), partial=True)
+    same(fast, plain, decoding(2))
+    for runner in (fast, plain):
+        runner.allocate(12, 4, "float16")
+    same(fast, plain, decoding(1))
+    assert len(graphs) == 3
+
+
+def test_hidden_states_stay(graphs):
+    """The next replay overwrites logits, not what a draft's heads keep."""
+    from karui.inference.models.gpu import TritonRunner
+
+    runner = TritonRunner(CONFIG, weights(CONFIG), "cuda", torch.float32)
+    runner.allocate(12, 4, "float32")
+    first = runner.forward(decoding(1))
+    kept, logits = first.hidden.clone(), first.logits.clone()
+    runner.forward(decoding(2))
+    assert torch.equal(first.hidden, kept) and not torch.equal(first.logits, logits)
+
+
+def test_a_longer_context_gets_a_graph_of_its_own(graphs):
+    fast, plain = runners(CONFIG, weights(CONFIG))
+    for width in (3, 12, 3):
+        same(fast, plain, decoding(1, width=width))
+    assert sorted(fast._graphs) == [(1, 16)] and len(graphs) == 1
+    key = fast._graph_for(1, 17)
+    assert key.inputs.tables.shape == (1, 64) and fast._graph_for(1, 2) is fast._graphs[1, 16] and len(graphs) == 2
+
+
+def test_without_memory_for_a_graph_steps_go_on(graphs, monkeypatch, caplog):
+    fast, plain = runners(CONFIG, weights(CONFIG))
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", full)
+    with caplog.at_level(logging.WARNING):
+        for batch in (decoding(1, 1), decoding(2, 2)):
+            same(fast, plain, batch)
+    assert [r.getMessage()[:55] for r in caplog.records] == ["no memory is left to record a CUDA graph of 2 sequences"]
+
+
+def test_old_blocks_are_freed_before_new_ones_are_taken(graphs, monkeypatch):
+    fast, _ = runners(CONFIG, weights(CONFIG))
+    fast.forward(decoding(1))
+    old, alive, real = weakref.ref(fast._caches[0]), [], TorchRunner.allocate
+    monkeypatch.setattr(TorchRunner, "allocate", lambda self, *a: alive.append(old() is not None) or real(self, *a))
+    fast.allocate(12, 4, "float16")
+    assert alive == [False]
+
+
+def test_kernels_are_launched_on_the_runners_device(graphs):
+    from karui.inference.models.gpu import TritonRunner
+
+    del pretend.current_devices[:]
+    second = torch.device("cuda:1")
+    runner = TritonRunner(CONFIG, on_grid("w8"), second, torch.float16)
+    runner.allocate(12, 4, "float16")
+    for act in (lambda: runner.forward(decoding(1)), lambda: runner.embed(torch.tensor([1])),
+                lambda: runner.dense_weight("model.layers.0.mlp.up_proj")):  # fmt: skip
+        del pretend.current_devices[:]
+        act()
+        assert pretend.current_devices and set(pretend.current_devices) == {second}
