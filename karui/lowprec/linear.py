@@ -201,7 +201,7 @@ class _LowPrecisionGemms(torch.autograd.Function):
         if ctx.training:
             ctx.state.record(plan.layer, 2, amax)
         dx = dw = None
-        both = _both_of_dy(dy, plan, step) if ctx.needs_input_grad[0] and ctx.needs_input_grad[1] else None
+        both = _both_of_dy(dy, plan, step, amax) if ctx.needs_input_grad[0] and ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             left, right = plan.operands["dgrad"]
             a = both[0] if both else _operand(dy, left, plan, "dgrad", amax=amax, scale=scale[2], step=step)[0]
@@ -255,10 +255,10 @@ def _noise_of(operand: Operand, plan: Plan, gemm: Gemm, step: torch.Tensor | Non
     return NoiseKey(plan.seed, step, plan.layer, _NOISE[gemm])
 
 
-def _both_of_dy(dy: torch.Tensor, plan: Plan, step: torch.Tensor) -> tuple[Coded, Coded] | None:
+def _both_of_dy(dy: torch.Tensor, plan: Plan, step: torch.Tensor, amax: torch.Tensor) -> tuple[Coded, Coded] | None:
     """dy for dgrad and dy^T for wgrad from one reading, where a kernel does it."""
     if plan.backend == "emulate":
         return None
     (rows, _), (cols, _) = plan.operands["dgrad"], plan.operands["wgrad"]
     noise = _noise_of(rows, plan, "dgrad", step), _noise_of(cols, plan, "wgrad", step)
-    return encode_both(dy, rows, cols, compat=(plan.library["dgrad"], plan.library["wgrad"]), noise=noise)
+    return encode_both(dy, rows, cols, compat=(plan.library["dgrad"], plan.library["wgrad"]), noise=noise, amax=amax)

@@ -108,7 +108,7 @@ def _kernel_codes(x: torch.Tensor, operand: Operand, compat: Compat) -> bool:
 def encode_by_kernel(x: torch.Tensor, operand: Operand, *, compat: Compat, amax: torch.Tensor | None = None,
                      scale: torch.Tensor | None = None, noise: NoiseKey | None = None) -> Coded:  # fmt: skip
     """`encode` in one or two passes over `x` (`train_quantize`), the same bits; the 4-bit formats as `PackedCodes`."""
-    given = None
+    given = _tensor_scale(operand, compat, amax)
     if operand.delayed and scale is not None:
         given = _given(x, ELEMENTS[operand.format], compat, amax, scale)
     if operand.hadamard:  # the kernel transforms what it turns
@@ -119,15 +119,24 @@ def encode_by_kernel(x: torch.Tensor, operand: Operand, *, compat: Compat, amax:
     return _of_kernel(coded)
 
 
+def _tensor_scale(operand: Operand, compat: Compat, amax: torch.Tensor | None) -> torch.Tensor | None:
+    """The encode scale of a whole tensor whose amax is known, so that no pass looks for it; None where there is more to it."""
+    if amax is None or operand.format not in ELEMENTS or operand.tile != "tensor" or compat == "deepgemm":
+        return None
+    return tile_scales(amax, ELEMENTS[operand.format], compat, False)[0]
+
+
 def encode_both(x: torch.Tensor, rows: Operand, cols: Operand, *, compat: tuple[Compat, Compat],
-                noise: tuple[NoiseKey | None, NoiseKey | None]) -> tuple[Coded, Coded] | None:  # fmt: skip
+                noise: tuple[NoiseKey | None, NoiseKey | None],
+                amax: torch.Tensor | None = None) -> tuple[Coded, Coded] | None:  # fmt: skip
     """`encode` of `x` [M, K] as `rows` and of its transpose as `cols` from one reading (dy of dgrad and wgrad); None where the
     two differ in more than the kernel's columns may, or no kernel serves them."""
     alike = _kind(rows) == _kind(cols) and compat[0] == compat[1] and rows.tensor_scale == cols.tensor_scale
     alike = alike and rows.delayed == cols.delayed
     if not alike or rows.format == "high" or rows.delayed or rows.hadamard or not _kernel_codes(x, rows, compat[0]):
         return None
-    one, other = quantize_both(x, _kind(rows), compat=compat[0], hadamard=cols.hadamard, row_noise=_noise(noise[0]),
+    given = _tensor_scale(rows, compat[0], amax)
+    one, other = quantize_both(x, _kind(rows), compat=compat[0], hadamard=cols.hadamard, scale=given, row_noise=_noise(noise[0]),
                                col_noise=_noise(noise[1]))  # fmt: skip
     assert one is not None and other is not None
     return _of_kernel(one), _of_kernel(other)

@@ -103,6 +103,8 @@ def context_attention(
         cu_seqlens: borders of the documents in the whole row.
     """
     keys, values = _Gather.apply(torch.cat((k, v), 1), rows.ranks).chunk(2, 1)
+    if q.is_cuda:  # with a mask torch's fused kernels take no grouped heads, and its plain one holds all scores in fp32
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
     bounds = cu_seqlens.tolist()
     out = []
     for start, stop in zip(bounds, bounds[1:]):
@@ -111,7 +113,8 @@ def context_attention(
             mask = torch.ones(last - first, last - start, dtype=torch.bool, device=q.device).tril(first - start)
             part = q[:, :, first - rows.begin : last - rows.begin]
             out.append(torch.nn.functional.scaled_dot_product_attention(
-                part, keys[:, :, start:last], values[:, :, start:last], attn_mask=mask, scale=scaling, enable_gqa=True))
+                part, keys[:, :, start:last], values[:, :, start:last], attn_mask=mask, scale=scaling,
+                enable_gqa=part.shape[1] != keys.shape[1]))
     return torch.cat(out, 2).transpose(1, 2)
 
 

@@ -6,6 +6,7 @@ import torch
 from karui.kernels.document_attention.reference import document_attention
 from karui.trainers import context
 from karui.trainers.data import IGNORE
+from tests.kernels.triton.pretend import PretendGpu
 
 
 def group(rank, size):
@@ -32,6 +33,21 @@ def test_the_ranks_rows_are_those_of_the_whole(monkeypatch, lengths, size):
     weight = torch.randn_like(wanted)
     for a, b in zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v), retain_graph=True) for x in (found, wanted))):
         torch.testing.assert_close(a, b)
+
+
+def test_on_a_gpu_every_query_head_has_its_keys(monkeypatch):
+    """Grouped heads and a mask together leave torch there with its kernel that holds all scores."""
+    q, k, v = (torch.randn(1, heads, 6, 8) for heads in (4, 2, 2))
+    rows, cu = context.ContextRows(ranks=group(0, 1), begin=0, end=6), torch.tensor([0, 2, 6])
+    monkeypatch.setattr(context._Gather, "apply", lambda part, ranks: part)
+    wanted, asked = context.context_attention(q, k, v, cu, 0.3, rows), []
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda q, k, v, **how: asked.append((q.shape[1], k.shape[1], how["enable_gqa"])) or real(q, k, v, **how))
+    with PretendGpu():
+        found = context.context_attention(*(x.to("cuda") for x in (q, k, v, cu)), 0.3, rows).cpu()
+    assert asked == [(4, 4, False)] * 2
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_row_is_filled_up_with_a_document_without_loss():

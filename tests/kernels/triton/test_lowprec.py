@@ -7,7 +7,17 @@ import torch
 
 from karui.kernels.quantize.fused import NoiseKey
 from karui.lowprec import operand as module
-from karui.lowprec.operand import as_values, encode, encode_both, encode_by_kernel, packed, rebuild, tensors_of, transpose
+from karui.lowprec.operand import (
+    as_values,
+    encode,
+    encode_both,
+    encode_by_kernel,
+    largest,
+    packed,
+    rebuild,
+    tensors_of,
+    transpose,
+)
 from karui.lowprec.precision import Operand, Precision
 
 
@@ -48,6 +58,22 @@ def test_the_same_bits(fields, kernels, device, rng):
     same(rebuild(got, tensors_of(got)), want)
     if operand.symmetric:
         same(transpose(got), transpose(want))
+
+
+@pytest.mark.parametrize("compat", ["te", "ao"])
+def test_an_amax_that_is_known_is_not_looked_for(compat, kernels, device, rng, monkeypatch):
+    from karui.kernels.train_quantize import triton as kernel
+
+    kernels()
+    operand = Operand(format="e5m2")
+    for x in (torch.randn(20, 48, generator=rng, device=device), torch.zeros(4, 16, device=device)):
+        want = encode_by_kernel(x, operand, compat=compat)
+        both = encode_both(x, operand, operand, compat=(compat, compat), noise=(None, None))
+        with monkeypatch.context() as forbidden:
+            forbidden.setattr(kernel, "_amax", None)
+            same(encode_by_kernel(x, operand, compat=compat, amax=largest(x)), want)
+            for got, expected in zip(encode_both(x, operand, operand, compat=(compat, compat), noise=(None, None), amax=largest(x)), both):
+                same(got, expected)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4", "nvfp4"])
