@@ -11,8 +11,10 @@ thread; steps run one at a time, in whichever thread calls `step`, `generate`, `
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -533,7 +535,7 @@ class Engine:
     def _settle_row(self, live: Live, rows: _Rows, row: int) -> list[int]:
         """The next token of one continuation; more continuations or beams where the request wants them."""
         s, params, group = live.sequence, live.params, live.group
-        if rows.bad[row]:
+        if rows.bad(row):
             self._end_group(group, "error", NOT_NUMBERS)
             return []
         forks = params.n > 1 and len(group.lives) == 1  # the prompt is computed: the others share its blocks
@@ -569,7 +571,7 @@ class Engine:
         s, draft, speculation, size = work.sequence, work.sequence.draft, self.speculation, self.pool.block_size
         assert speculation is not None
         span, first, depth = slice(row, row + 1 + len(draft)), s.num_computed, max(draft.tree().depths)
-        if any(rows.bad[span]):
+        if min(rows.best[span]) < 0:
             self._end_group(live.group, "error", NOT_NUMBERS)
             return depth, 0
         logits = None if live.fast and not speculation.typical(live.params) else rows.many(span)
@@ -798,20 +800,30 @@ class Engine:
 
 
 class _Rows:
-    """The logits of a step: every row's argmax at once, single rows on demand."""
+    """The logits of a step: every row's argmax at once, single rows on demand. From a GPU nothing is fetched unasked, for each
+    look makes the host wait."""
 
     def __init__(self, output: StepOutput) -> None:
         self.output = output
         self.drawn: dict[int, tuple[int, float]] = {}
         self.logprobs: dict[int, TokenLogprob] = {}
-        logits = output.logits
+
+    @functools.cached_property
+    def best(self) -> list[int]:
+        """Each row's argmax, -1 for rows that are not numbers."""
+        logits = self.output.logits
         if self.on_gpu:
             top = logits.max(-1)
-            self.best, self.bad = top.indices.tolist(), top.values.isnan().tolist()
-            return
+            found: list[int] = top.indices.where(~top.values.isnan(), -1).tolist()
+            return found
         array = logits.numpy()
         best = array.argmax(-1)  # the first NaN where there is one
-        self.best, self.bad = best.tolist(), np.isnan(array[np.arange(len(best)), best]).tolist()
+        return np.where(np.isnan(array[np.arange(len(best)), best]), -1, best).tolist()
+
+    def bad(self, row: int) -> bool:
+        """Whether a row's logits are not numbers; one that was drawn on the GPU is known by its logprob."""
+        known = self.logprobs.get(row)
+        return self.best[row] < 0 if known is None else math.isnan(known.raw)
 
     def numpy(self, row: int) -> np.ndarray:
         return self.output.logits[row].cpu().numpy()
@@ -820,7 +832,8 @@ class _Rows:
         """Draw a token for each of `rows`; on a GPU there, where no alternatives are wanted beside it."""
         there = [i for i, (params, _, _) in enumerate(draws) if self.on_gpu and not params.logprobs]
         if there:
-            found = sample_on_device(self.output.logits[[rows[i] for i in there]], [draws[i] for i in there])
+            wanted, logits = [rows[i] for i in there], self.output.logits
+            found = sample_on_device(logits if wanted == list(range(len(logits))) else logits[wanted], [draws[i] for i in there])
             self.drawn = {rows[i]: (token, chance) for i, (token, chance, _) in zip(there, found, strict=True)}
             self.logprobs = {rows[i]: logprob for i, (_, _, logprob) in zip(there, found, strict=True)}
         rest = {row: draw for row, draw in zip(rows, draws, strict=True) if row not in self.drawn}
@@ -830,7 +843,7 @@ class _Rows:
     def take(self, rows: list[int]) -> np.ndarray:
         if self.on_gpu:
             return self.output.logits[rows].cpu().numpy()
-        return self.output.logits.numpy()[rows if len(rows) < len(self.best) else slice(None)]
+        return self.output.logits.numpy()[rows if len(rows) < len(self.output.logits) else slice(None)]
 
     @property
     def on_gpu(self) -> bool:

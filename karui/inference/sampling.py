@@ -7,6 +7,7 @@ Order of the steps, as in transformers: penalties, temperature, top-k, top-p, mi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -105,16 +106,16 @@ def sample_on_device(
     from karui.kernels.sampling import Settings
     from karui.kernels.sampling import sample as draw_rows
 
-    temperature, top_k, top_p, min_p, seed, position = zip(
-        *((p.temperature, p.top_k, p.top_p, p.min_p, seed & (2**63 - 1), at) for p, seed, at in draws), strict=True)
-    device = logits.device
-    floats = torch.tensor([temperature, top_p, min_p], device=device)
-    whole = torch.tensor([top_k, seed, position], device=device)
-    settings = Settings(temperature=floats[0], top_k=whole[0], top_p=floats[1], min_p=floats[2], seed=whole[1], position=whole[2])
-    tokens, chances, raw = draw_rows(logits, settings)
-    columns = torch.stack((chances.double(), raw.double(), chances.double().log()), 1).tolist()
-    return [(token, chance, TokenLogprob(token, plain, processed, ()))
-            for token, (chance, plain, processed) in zip(tokens.tolist(), columns, strict=True)]
+    floats = torch.tensor([(p.temperature, p.top_p, p.min_p) for p, _, _ in draws], dtype=torch.float64)
+    whole = torch.tensor([(p.top_k, seed & (2**63 - 1), at) for p, seed, at in draws])
+    # one copy there and one back: each makes the host wait
+    there = torch.cat((whole, floats.view(torch.int64)), 1).t().contiguous().to(logits.device, non_blocking=True)
+    top_k, seed, position, *bits = there
+    temperature, top_p, min_p = (row.view(torch.float64) for row in bits)
+    tokens, chances, raw = draw_rows(logits, Settings(temperature, top_k, top_p, min_p, seed, position))
+    back = torch.stack((tokens.double(), chances.double(), raw.double()), 1).tolist()
+    return [(int(token), chance, TokenLogprob(int(token), plain, math.log(chance) if chance > 0 else -math.inf, ()))
+            for token, chance, plain in back]
 
 
 def logprobs_of(logits: np.ndarray, token: int, probability: float, top: int) -> TokenLogprob:

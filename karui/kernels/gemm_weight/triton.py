@@ -1,11 +1,11 @@
 """Products with packed weights.
 
-`_gemm` computes y^T = W x^T, so that W, decoded in registers,
-is the tall operand of the tensor core and a few rows of x the narrow
-one. Codes of one byte belong to neighbouring inputs; instead of interleaving them, each position in the byte is a product of its
-own with every second (fourth) input. A 4-bit code becomes bf16 by placing it in the mantissa of 128 (one `lop3` for two codes);
-the 128 and the zero point leave through the sum of the inputs, once per group, where the scale is applied in fp32. NVFP4's groups
-of 16 are too short for a product each: their scales, E4M3, go onto the decoded values, exactly.
+`_gemm` computes y^T = W x^T, so that W, decoded in registers, is the tall operand of the tensor core and a few rows of x the
+narrow one. Codes of one byte belong to neighbouring inputs; instead of interleaving them, each position in the byte is a product
+of its own with every second (fourth) input; x is read whole and split in registers. A 4-bit code becomes bf16 by placing it in
+the mantissa of 128 (one `lop3` for two codes); the 128 and the zero point leave through the sum of the inputs, once per group,
+where the scale is applied in fp32. NVFP4's groups of 16 are too short for a product each (a tensor core takes 16 inputs at
+least): their scales, E4M3, go onto the decoded values, exactly; so do those of 2-bit codes in groups of 32, rounded to x's dtype.
 
 Few rows do not fill a GPU with tiles of N alone: K is split too, and the parts are added in a fixed order by `_add_parts`.
 
@@ -78,6 +78,23 @@ def _factor(scale_ptr, at, keep, divisor, FORM: tl.constexpr):
 
 
 @triton.jit
+def _every(x, place: tl.constexpr, EACH: tl.constexpr):
+    """The inputs place, place + EACH, ... of x [BM, BK] as [BK / EACH, BM]."""
+    BM: tl.constexpr = x.shape[0]
+    WIDE: tl.constexpr = x.shape[1] // EACH
+    if EACH == 1:
+        part = x
+    elif EACH == 2:
+        first, second = tl.split(x.reshape([BM, WIDE, 2]))
+        part = first if place == 0 else second
+    else:
+        even, odd = tl.split(x.reshape([BM, WIDE, 2, 2]))
+        first, second = tl.split(even if place % 2 == 0 else odd)
+        part = first if place < 2 else second
+    return tl.trans(part)
+
+
+@triton.jit
 def _tile(tiles_ptr, M, BM: tl.constexpr, GROUPED: tl.constexpr):
     """(expert, first row, end of the rows) of this program."""
     at = tl.program_id(1)
@@ -99,13 +116,13 @@ def _store(y_ptr, bias_ptr, y, m, n, end, M, N, part, BIAS: tl.constexpr, PARTS:
         tl.store(y_ptr + m.to(tl.int64)[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "R", "steps"])
 def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a_ptr, b_ptr, y_ptr, low_ptr, tiles_ptr, M, N, K,
-          R, stride_x, num_groups, group, steps, scaling, MIDDLE: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr,
-          HARD: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, LORA: tl.constexpr,
-          PARTS: tl.constexpr, GROUPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-          BR: tl.constexpr):  # fmt: skip
-    """Steps of BK inputs, a step within one group (nvfp4: of several); program (n, m, part).
+          R, stride_x, row_bytes, num_groups, group, steps, scaling, MIDDLE: tl.constexpr, BITS: tl.constexpr,
+          FORM: tl.constexpr, HARD: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, SPREAD: tl.constexpr,
+          BIAS: tl.constexpr, LORA: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr, BM: tl.constexpr,
+          BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+    """Steps of BK inputs, a step within one group (SPREAD: of several, whose scales go onto the values); program (n, m, part).
 
     LORA: y += B low, low = scaling A x [R, M] of the same reading of x; A [R, K] and B [N, R] dense, low_ptr [parts, M, R].
     """
@@ -115,25 +132,24 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
     expert, first, end = _tile(tiles_ptr, M, BM, GROUPED)
     m = first + tl.arange(0, BM)
     part = tl.program_id(2)
-    num_bytes = K // EACH
-    j = tl.arange(0, WIDE)
+    j, k = tl.arange(0, WIDE), tl.arange(0, BK)
     # unmasked reads of rows beyond N or M go to the last one, and are never stored
     row = expert * N + tl.minimum(n, N - 1)
-    w_row = w_ptr + row.to(tl.int64)[:, None] * num_bytes + j[None, :]
-    x_row = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[None, :] * stride_x + EACH * j[:, None]
+    w_row = w_ptr + row.to(tl.int64)[:, None] * row_bytes + j[None, :]
+    x_row = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     r = tl.arange(0, BR)
-    a_row = a_ptr + r[:, None] * K + EACH * j[None, :]
+    a_row = a_ptr + r[:, None] * K + k[None, :]
     low = tl.zeros([BR, BM], tl.float32)
     MAGIC: tl.constexpr = BITS == 4 and FORM == 0 and x_ptr.dtype.element_ty == tl.bfloat16
     stop = tl.minimum((part + 1) * steps, tl.cdiv(K, BK))
     if GROUPED:
         stop = tl.where(first < end, stop, 0)
     for step in range(part * steps, stop):
-        inside = step * WIDE + j < num_bytes
+        inside = step * WIDE + j < row_bytes
         packed = tl.load(w_row + step * WIDE, inside[None, :], 0)
+        x = tl.load(x_row + step * BK, (step * BK + k < K)[None, :], 0.0)
         product = tl.zeros([BN, BM], tl.float32)
-        total = tl.zeros([BM], tl.float32)
         if MAGIC:
             low_half, high_half = _halves(packed)
             if HIGH_FIRST:
@@ -143,22 +159,27 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
             byte = tl.load(scale_ptr + row[:, None] * num_groups + block[None, :], block[None, :] < num_groups, 0)
             factor = decode_e4m3(byte.to(tl.int32))
             factor = tl.broadcast_to(factor[:, :, None], [BN, BK // 16, 16 // EACH]).reshape([BN, WIDE])
+        elif SPREAD:
+            near = row[:, None] * num_groups + ((step * BK + EACH * j) // group)[None, :]
+            factor = tl.load(scale_ptr + near, inside[None, :], 0.0).to(tl.float32)
+            shift = tl.zeros([BN, WIDE], tl.float32) + MIDDLE
+            if ZERO:
+                shift = tl.load(zero_ptr + near, inside[None, :], 0).to(tl.float32)
         for place in tl.static_range(EACH):
-            x = tl.load(x_row + step * BK + place, inside[:, None], 0.0)
             if MAGIC:
                 value = low_half if place == 0 else high_half
             else:
                 value = _value(packed, EACH - 1 - place if HIGH_FIRST else place, BITS, table_ptr, FORM, HARD)
                 if FORM == 3:
                     value *= factor  # an E2M1 value times an E4M3 scale has 6 bits: exact in x's dtype
+                elif SPREAD:
+                    value = (value - shift) * factor
                 value = value.to(x.dtype)
-            product = dot(value, x, product)
-            if FORM == 0:
-                total += tl.sum(x.to(tl.float32), 0)
-            if LORA:
-                a = tl.load(a_row + step * BK + place, (r[:, None] < R) & inside[None, :], 0.0)
-                low = dot(a, x, low)
-        if FORM == 3:
+            product = dot(value, _every(x, place, EACH), product, "tf32x3")
+        if LORA:
+            a = tl.load(a_row + step * BK, (r[:, None] < R) & (step * BK + k < K)[None, :], 0.0)
+            low = dot(a, tl.trans(x), low)
+        if FORM == 3 or SPREAD:
             acc += product
         else:
             at = step * BK // group
@@ -166,7 +187,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
                 shift = tl.zeros([BN], tl.float32) + (MIDDLE + (128 if MAGIC else 0))
                 if ZERO:
                     shift += tl.load(zero_ptr + row * num_groups + at).to(tl.float32)
-                product -= shift[:, None] * total[None, :]
+                product -= shift[:, None] * tl.sum(x.to(tl.float32), 1)[None, :]
             acc += product * tl.load(scale_ptr + row * num_groups + at).to(tl.float32)[:, None]
     if FORM == 3:
         acc = tl.div_rn(acc, tl.broadcast_to(tl.load(divisor_ptr + row)[:, None], [BN, BM]))
@@ -181,7 +202,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
     _store(y_ptr, bias_ptr, acc, m, n, end, M, N, part, BIAS, PARTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "num_parts"])
 def _add_parts(part_ptr, bias_ptr, y_ptr, size, N, num_parts, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -194,14 +215,14 @@ def _add_parts(part_ptr, bias_ptr, y_ptr, size, N, num_parts, BIAS: tl.constexpr
 
 
 @triton.jit
-def _dequantize(w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, y_ptr, N, K, num_groups, group, MIDDLE: tl.constexpr,
-                BITS: tl.constexpr, FORM: tl.constexpr, HARD: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr,
-                BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def _dequantize(w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, y_ptr, N, K, row_bytes, num_groups, group,
+                MIDDLE: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, HARD: tl.constexpr, HIGH_FIRST: tl.constexpr,
+                ZERO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     EACH: tl.constexpr = 8 // BITS
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     j = tl.program_id(1) * (BK // EACH) + tl.arange(0, BK // EACH)
-    keep = (n[:, None] < N) & (j[None, :] < K // EACH)
-    packed = tl.load(w_ptr + n.to(tl.int64)[:, None] * (K // EACH) + j[None, :], keep, 0)
+    keep = (n[:, None] < N) & (j[None, :] < row_bytes)
+    packed = tl.load(w_ptr + n.to(tl.int64)[:, None] * row_bytes + j[None, :], keep, 0)
     at = n[:, None] * num_groups + j[None, :] * EACH // group
     divisor = tl.full([BN, BK // EACH], 1.0, tl.float32)
     if FORM == 3:
@@ -218,11 +239,11 @@ def _dequantize(w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, y_ptr, N, K,
         tl.store(to, (value * scale).to(y_ptr.dtype.element_ty), keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "R"])
 def _dgrad(dy_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, a_ptr, b_ptr, dx_ptr, low_ptr, M, N, K, R, stride_dy,
-           num_groups, group, scaling, MIDDLE: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, HARD: tl.constexpr,
-           HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, LORA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-           BJ: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+           row_bytes, num_groups, group, scaling, MIDDLE: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr,
+           HARD: tl.constexpr, HIGH_FIRST: tl.constexpr, ZERO: tl.constexpr, LORA: tl.constexpr, BM: tl.constexpr,
+           BN: tl.constexpr, BJ: tl.constexpr, BR: tl.constexpr):  # fmt: skip
     """dx [M, K] = dy [M, N] W for one position in the byte: program (j tile, m tile, place); W rounded to dy's dtype first.
 
     LORA: dx += low A, low [M, R] = scaling dy B; A [R, K] and B [N, R] dense.
@@ -238,8 +259,8 @@ def _dgrad(dy_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, a_ptr, b_
     for first in range(0, N, BN):
         n = first + tl.arange(0, BN)
         dy = tl.load(dy_ptr + m.to(tl.int64)[:, None] * stride_dy + n[None, :], (m[:, None] < M) & (n[None, :] < N), 0.0)
-        keep = (n[:, None] < N) & (j[None, :] < K // EACH)
-        packed = tl.load(w_ptr + n.to(tl.int64)[:, None] * (K // EACH) + j[None, :], keep, 0)
+        keep = (n[:, None] < N) & (j[None, :] < row_bytes)
+        packed = tl.load(w_ptr + n.to(tl.int64)[:, None] * row_bytes + j[None, :], keep, 0)
         at = n[:, None] * num_groups + j[None, :] * EACH // group
         divisor = tl.full([BN, BJ], 1.0, tl.float32)
         if FORM == 3:
@@ -259,10 +280,10 @@ def _dgrad(dy_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, a_ptr, b_
         rounded = (low * scaling).to(dx_ptr.dtype.element_ty)
         if (tl.program_id(0) == 0) & (place == 0):
             tl.store(low_ptr + m.to(tl.int64)[:, None] * R + r[None, :], rounded, (m[:, None] < M) & (r[None, :] < R))
-        a = tl.load(a_ptr + r[:, None] * K + j[None, :] * EACH + place, (r[:, None] < R) & (j[None, :] < K // EACH), 0.0)
+        a = tl.load(a_ptr + r[:, None] * K + j[None, :] * EACH + place, (r[:, None] < R) & (j[None, :] < row_bytes), 0.0)
         acc = dot(rounded, a, acc)
     to = dx_ptr + m.to(tl.int64)[:, None] * K + j[None, :] * EACH + place
-    tl.store(to, acc.to(dx_ptr.dtype.element_ty), (m[:, None] < M) & (j[None, :] < K // EACH))
+    tl.store(to, acc.to(dx_ptr.dtype.element_ty), (m[:, None] < M) & (j[None, :] < row_bytes))
 
 
 @triton.jit
@@ -282,10 +303,10 @@ def _code_rows(x_ptr, codes_ptr, scale_ptr, stride_x, K, FLOAT8: tl.constexpr, B
     tl.store(scale_ptr + row, scale)
 
 
-@triton.jit
-def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, tiles_ptr, M, N, K, steps, MIDDLE: tl.constexpr,
-                BITS: tl.constexpr, FLOAT8: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr,
-                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["M", "steps"])
+def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, tiles_ptr, M, N, K, row_bytes, steps,
+                MIDDLE: tl.constexpr, BITS: tl.constexpr, FLOAT8: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
+                GROUPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Codes times codes, scales at the end: int8 or ternary in int32, E4M3 in fp32; program (n, m, part of K)."""
     EACH: tl.constexpr = 8 // BITS
     WIDE: tl.constexpr = BK // EACH
@@ -293,25 +314,24 @@ def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, tiles_p
     expert, first, end = _tile(tiles_ptr, M, BM, GROUPED)
     m = first + tl.arange(0, BM)
     part = tl.program_id(2)
-    j = tl.arange(0, WIDE)
+    j, k = tl.arange(0, WIDE), tl.arange(0, BK)
     row = expert * N + tl.minimum(n, N - 1)
-    w_row = w_ptr + row.to(tl.int64)[:, None] * (K // EACH) + j[None, :]
-    x_row = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[None, :] * K + EACH * j[:, None]
+    w_row = w_ptr + row.to(tl.int64)[:, None] * row_bytes + j[None, :]
+    x_row = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros([BN, BM], tl.float32 if FLOAT8 else tl.int32)
     stop = tl.minimum((part + 1) * steps, tl.cdiv(K, BK))
     if GROUPED:
         stop = tl.where(first < end, stop, 0)
     for step in range(part * steps, stop):
-        inside = step * WIDE + j < K // EACH
-        packed = tl.load(w_row + step * WIDE, inside[None, :], 0)
+        packed = tl.load(w_row + step * WIDE, (step * WIDE + j < row_bytes)[None, :], 0)
+        x = tl.load(x_row + step * BK, (step * BK + k < K)[None, :], 0)
         if FLOAT8:
-            x = tl.load(x_row + step * BK, inside[:, None], 0).to(tl.float8e4nv, bitcast=True)
-            acc = tl.dot(packed.to(tl.float8e4nv, bitcast=True), x, acc)
+            # Hopper adds FP8 products in 14 bits; every step's sum is added to the others in fp32
+            acc += tl.dot(packed.to(tl.float8e4nv, bitcast=True), tl.trans(x.to(tl.float8e4nv, bitcast=True)))
         else:
             for place in tl.static_range(EACH):
-                x = tl.load(x_row + step * BK + place, inside[:, None], 0)
                 code = ((packed.to(tl.int32) >> (place * BITS)) & ((1 << BITS) - 1)) - MIDDLE
-                acc = tl.dot(code.to(tl.int8), x, acc, out_dtype=tl.int32)
+                acc = tl.dot(code.to(tl.int8), _every(x, place, EACH), acc, out_dtype=tl.int32)
     y = acc.to(tl.float32) * tl.load(x_scale_ptr + m, m < end, 0.0)[None, :]
     y *= tl.load(w_scale_ptr + row).to(tl.float32)[:, None]
     _store(y_ptr, bias_ptr, y, m, n, end, M, N, part, BIAS, PARTS)
@@ -326,8 +346,9 @@ def _parts_of(w: PackedWeight) -> dict[str, Any]:
     hard = w.data.is_cuda and capability(w.data.device) >= 89
     return {"w_ptr": w.data, "scale_ptr": scale, "zero_ptr": w.data if w.zero is None else w.zero,
             "table_ptr": scale if w.table is None else w.table, "divisor_ptr": scale if w.divisor is None else w.divisor,
-            "N": w.shape[0], "K": w.shape[1], "num_groups": scale.shape[1], "group": w.group, "MIDDLE": w.middle, "BITS": w.bits,
-            "FORM": _FORMS[w.form], "HARD": hard, "HIGH_FIRST": w.high_first, "ZERO": w.zero is not None}  # fmt: skip
+            "N": w.shape[0], "K": w.shape[1], "row_bytes": w.data.shape[1], "num_groups": scale.shape[1], "group": w.group,
+            "MIDDLE": w.middle, "BITS": w.bits, "FORM": _FORMS[w.form], "HARD": hard, "HIGH_FIRST": w.high_first,
+            "ZERO": w.zero is not None}  # fmt: skip
 
 
 def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None = None) -> torch.Tensor:
@@ -352,9 +373,12 @@ def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, lora: 
     rank = 0 if lora is None else a.shape[0]
     if not m:
         return y, None if lora is None else x.new_empty(0, rank)
-    step = 128 if w.form == "nvfp4" or w.group == k else min(w.group, 128)
+    spread = w.bits == 2 and w.group == 32  # 16 inputs of each place in the byte are the least that a tensor core takes
+    step = 128 if w.form == "nvfp4" or w.group == k else 64 if spread else min(w.group, 128)
     bm, row_tiles, tiles_of = _row_tiles(x, groups)
-    candidates = [config(4, 4, BM=bm, BN=64), config(4, 5, BM=bm, BN=32), config(8, 4, BM=bm, BN=128)]
+    # x in fp32 takes twice the shared memory for each stage
+    deep = 2 if x.dtype == torch.float32 else 4
+    candidates = [config(4, deep, BM=bm, BN=64), config(4, deep + 1, BM=bm, BN=32), config(8, deep, BM=bm, BN=128)]
     processors = num_processors(x.device)
     lows: list[torch.Tensor] = []
 
@@ -365,7 +389,7 @@ def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, lora: 
         _gemm[(triton.cdiv(n, c["BN"]), row_tiles, parts)](
             x_ptr=x, **(_parts_of(w) | {"N": n}), bias_ptr=x if bias is None else bias, a_ptr=a, b_ptr=b, y_ptr=out,
             low_ptr=lows[0], tiles_ptr=tiles_of, M=m, R=rank, stride_x=x.stride(0), steps=steps, scaling=scaling,
-            BIAS=bias is not None, LORA=rank > 0, PARTS=parts > 1, GROUPED=groups is not None, BK=step,
+            SPREAD=spread, BIAS=bias is not None, LORA=rank > 0, PARTS=parts > 1, GROUPED=groups is not None, BK=step,
             BR=max(16, triton.next_power_of_2(rank)), **c())  # fmt: skip
         if parts > 1:
             _add(out, bias, y)
@@ -462,9 +486,9 @@ def _coded(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: 
         grid = triton.cdiv(n, c["BN"]), row_tiles
         parts, steps = _split(grid[0] * grid[1], triton.cdiv(k, 128), processors)
         out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device) if parts > 1 else y
-        _gemm_codes[(*grid, parts)](codes, w.data, scale, w.scale, x if bias is None else bias, out, tiles_of, m, n, k, steps,
-                                    MIDDLE=w.middle, BITS=w.bits, FLOAT8=float8, BIAS=bias is not None, PARTS=parts > 1,
-                                    GROUPED=groups is not None, BK=128, **c())  # fmt: skip
+        _gemm_codes[(*grid, parts)](codes, w.data, scale, w.scale, x if bias is None else bias, out, tiles_of, m, n, k,
+                                    w.data.shape[1], steps, MIDDLE=w.middle, BITS=w.bits, FLOAT8=float8, BIAS=bias is not None,
+                                    PARTS=parts > 1, GROUPED=groups is not None, BK=128, **c())  # fmt: skip
         if parts > 1:
             _add(out, bias, y)
 
@@ -477,13 +501,15 @@ def offline_cases() -> list[Case]:
     pointers = {"x_ptr": "*bf16", "w_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*u8", "table_ptr": "*fp32",
                 "divisor_ptr": "*fp32", "bias_ptr": "*bf16", "a_ptr": "*bf16", "b_ptr": "*bf16", "y_ptr": "*fp32",
                 "low_ptr": "*bf16", "tiles_ptr": "*i32", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "scaling": "fp32"}  # fmt: skip
-    every = pointers | {n: "i32" for n in ("M", "N", "K", "R", "stride_x", "stride_dy", "num_groups", "group", "steps")}
+    every = pointers | {n: "i32" for n in ("M", "N", "K", "R", "stride_x", "stride_dy", "row_bytes",
+                                                   "num_groups", "group", "steps")}
 
     def types(kernel: Any, **changed: str) -> dict[str, str]:
         return {k: (every | changed)[k] for k in kernel.arg_names if k in every}
 
     mma = r"mma\.sync[.a-z0-9]*bf16"
     bf16 = {80: mma, 90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*bf16", 100: r"(tcgen05\.mma|mma\.sync)", 120: mma}
+    tf32 = {cc: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*tf32" for cc in (80, 89, 90, 120)}
     lop3 = {cc: r"lop3\.b32[^;]*43004300|lop3\.b32[^;]*1124089600" for cc in bf16}
     # the chip's own conversion where it has one, integers before
     e4m3 = bf16 | {cc: r"cvt\.rn\.f16x2\.e4m3x2" for cc in (90, 100, 120)}
@@ -492,18 +518,22 @@ def offline_cases() -> list[Case]:
     for name, bits, form, zero, bk, lora, expects in [
         ("int4 g128", 4, 0, False, 128, 0, lop3), ("int4 affine g32", 4, 0, True, 32, 0, bf16),
         ("nf4 g64", 4, 1, False, 64, 0, bf16), ("ternary", 2, 0, False, 128, 0, bf16), ("int8", 8, 0, False, 128, 0, bf16),
+        ("int2 g32 affine", 2, 0, True, 64, 0, bf16),
         ("fp8", 8, 2, False, 128, 0, e4m3), ("nvfp4", 4, 3, False, 128, 0, bf16),
         ("nf4 lora", 4, 1, False, 64, 16, bf16), ("int4 lora", 4, 0, False, 64, 64, lop3),
         ("int4 g128 experts", 4, 0, False, 128, 0, lop3), ("nvfp4 experts", 4, 3, False, 128, 0, bf16),
+        ("int8 fp32", 8, 0, False, 128, 0, tf32),
     ]:  # fmt: skip
-        signature = types(_gemm, **({"scale_ptr": "*u8"} if form == 3 else {}))
+        single = dict.fromkeys(("x_ptr", "a_ptr", "b_ptr", "low_ptr") if "fp32" in name else (), "*fp32")
+        signature = types(_gemm, **single, **({"scale_ptr": "*u8"} if form == 3 else {}))
         for cc, pattern in expects.items():
             constants = {"MIDDLE": 2 ** (bits - 1) if form == 0 and not zero else 0, "BITS": bits, "FORM": form, "HARD": cc >= 89,
-                         "HIGH_FIRST": form == 1, "ZERO": zero, "BIAS": False, "LORA": lora > 0, "PARTS": lora == 0,
-                         "GROUPED": "experts" in name, "BM": 64 if lora else 16, "BN": 64, "BK": bk,
-                         "BR": max(16, lora)}  # fmt: skip
+                         "HIGH_FIRST": form == 1, "ZERO": zero, "SPREAD": "int2 g32" in name, "BIAS": False,
+                         "LORA": lora > 0, "PARTS": lora == 0, "GROUPED": "experts" in name,
+                         "BM": 64 if lora or "fp32" in name else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
             quick = (90,) if name in ("int4 g128", "nf4 lora", "int4 g128 experts") else ()
-            cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4, 4, odd, quick))
+            cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4,
+                              2 if "fp32" in name else 4, odd, quick))  # fmt: skip
     shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
     for lora in (0, 16):
         constants = shared | {"LORA": lora > 0, "BM": 64, "BN": 32, "BJ": 64, "BR": 16}
@@ -512,7 +542,7 @@ def offline_cases() -> list[Case]:
     cases.append(Case("gemm_weight dequantize nf4", _dequantize, types(_dequantize, y_ptr="*bf16"),
                       shared | {"BN": 16, "BK": 512}, {cc: r"ld\.global" for cc in WIDE_LOADS}, odd=odd, quick=()))  # fmt: skip
     whole = {"x_ptr": "*i8", "w_ptr": "*u8", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16",
-             "y_ptr": "*bf16", "tiles_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32", "steps": "i32"}  # fmt: skip
+             "y_ptr": "*bf16", "tiles_ptr": "*i32", **{n: "i32" for n in ("M", "N", "K", "row_bytes", "steps")}}  # fmt: skip
     for bits, float8, grouped in ((8, False, False), (2, False, False), (8, True, False), (8, False, True)):
         kind, at_90, ccs = ("e4m3", r"(wgmma\.mma_async|mma\.sync)", (89, 90, 100, 120)) if float8 else (
             "s8", r"(wgmma\.mma_async|mma\.sync)", (80, 90, 100, 120))

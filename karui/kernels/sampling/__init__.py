@@ -12,12 +12,13 @@ import torch
 
 from karui.configs.errors import KaruiError
 from karui.kernels.sampling import reference
-from karui.kernels.triton_support import Backend, use_triton
+from karui.kernels.triton_support import Backend, current, use_triton
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Per row, [L] each: temperature (0: greedy), top_k (0: all), top_p (1: all), min_p (0: all), seed int64, position int32."""
+    """Per row, [L] each: temperature (0: greedy), top_k (0: all), top_p (1: all), min_p (0: all), any float and integer dtypes;
+    seed int64, position below 2^31."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -48,5 +49,6 @@ def sample(
     if use_triton(backend, logits.device, "sample", refused="float64" if logits.dtype == torch.float64 else ""):
         from karui.kernels.sampling import triton
 
-        return triton.sample(logits, settings)
+        with current(logits.device):
+            return triton.sample(logits, settings)
     return reference.sample(logits, settings)

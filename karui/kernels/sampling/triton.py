@@ -1,5 +1,5 @@
-"""Sampling in Triton: a program per row. Bisection on a probability finds where top-k's count or top-p's mass is reached; a step
-is one pass over the row, which is in the L2 cache by then."""
+"""Sampling in Triton: a program per row. Bisection on a probability finds where top-k's count or top-p's mass is reached, and
+ends when one token at most lies between its bounds; a step is one pass over the row, which is in the L2 cache by then."""
 
 from __future__ import annotations
 
@@ -28,12 +28,16 @@ def _above(row, V, inverse, top, floor, least, BLOCK: tl.constexpr):
     return tl.sum(count), tl.sum(mass)
 
 
-@triton.jit
+# one number per row of each: where they begin depends on the number of rows, and must not be compiled in
+_PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "out", "chance", "logprob")
+
+
+@triton.jit(do_not_specialize_on_alignment=[f"{name}_ptr" for name in _PER_ROW])
 def _sample(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr, chance_ptr,
             logprob_ptr, stride, V, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     line = tl.program_id(0)
     row = logits_ptr + line.to(tl.int64) * stride
-    temperature = tl.load(temperature_ptr + line)
+    temperature = tl.load(temperature_ptr + line).to(tl.float32)
     greedy = temperature == 0.0
     inverse = 1.0 / tl.where(greedy, 1.0, temperature)
     cols = tl.arange(0, BLOCK)
@@ -44,30 +48,32 @@ def _sample(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_p
     peak = tl.max(largest)
     top = peak * inverse
     floor = 0.0
-    top_k, top_p = tl.load(top_k_ptr + line), tl.load(top_p_ptr + line)
+    top_k, top_p = tl.load(top_k_ptr + line).to(tl.int32), tl.load(top_p_ptr + line).to(tl.float32)
     if (top_k > 0) & (top_k < V) & (temperature != 0.0):
         # invariant: at least top_k values are >= low, fewer are >= high
-        low, high = 0.0, 1.0000001
-        for _ in range(STEPS):
+        low, high, below, over, left = 0.0, 1.0000001, 1.0 * V, 0.0, STEPS
+        while left > 0:
             middle = 0.5 * (low + high)
             count, _mass = _above(row, V, inverse, top, 0.0, middle, BLOCK)
             enough = count >= top_k
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
+            low, below = tl.where(enough, middle, low), tl.where(enough, count, below)
+            high, over = tl.where(enough, high, middle), tl.where(enough, over, count)
+            left = tl.where(below - over <= 1.0, 0, left - 1)
         floor = low
     if (top_p < 1.0) & (temperature != 0.0):
-        _count, whole = _above(row, V, inverse, top, floor, 0.0, BLOCK)
-        low, high = 0.0, 1.0000001
-        for _ in range(STEPS):
+        below, whole = _above(row, V, inverse, top, floor, 0.0, BLOCK)
+        low, high, over, left = 0.0, 1.0000001, 0.0, STEPS
+        while left > 0:
             middle = 0.5 * (low + high)
-            _count, mass = _above(row, V, inverse, top, floor, middle, BLOCK)
+            count, mass = _above(row, V, inverse, top, floor, middle, BLOCK)
             enough = mass >= top_p * whole
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
+            low, below = tl.where(enough, middle, low), tl.where(enough, count, below)
+            high, over = tl.where(enough, high, middle), tl.where(enough, over, count)
+            left = tl.where(below - over <= 1.0, 0, left - 1)
         floor = tl.maximum(floor, low)
-    floor = tl.maximum(floor, tl.load(min_p_ptr + line))
+    floor = tl.maximum(floor, tl.load(min_p_ptr + line).to(tl.float32))
     seed = tl.load(seed_ptr + line)
-    position = tl.load(position_ptr + line)
+    position = tl.load(position_ptr + line).to(tl.int32)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
     kept = tl.zeros([BLOCK], tl.float32)
@@ -102,15 +108,15 @@ def sample(logits: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torc
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     chances, logprobs = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     s = settings
-    values = s.temperature.float(), s.top_k.int(), s.top_p.float(), s.min_p.float(), s.seed.long(), s.position.int()
+    values = s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.position
     if rows:
         _sample[(rows,)](logits, *(v.contiguous() for v in values), out, chances, logprobs, logits.stride(0), vocabulary,
-                         STEPS=_STEPS, BLOCK=min(triton.next_power_of_2(vocabulary), 4096), num_warps=8)  # fmt: skip
+                         STEPS=_STEPS, BLOCK=min(triton.next_power_of_2(vocabulary), 8192), num_warps=16)  # fmt: skip
     return out, chances, logprobs
 
 
 def offline_cases() -> list[Case]:
-    types = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32",
-             "seed_ptr": "*i64", "position_ptr": "*i32", "out_ptr": "*i64", "chance_ptr": "*fp32",
+    types = {"logits_ptr": "*fp32", "temperature_ptr": "*fp64", "top_k_ptr": "*i64", "top_p_ptr": "*fp64", "min_p_ptr": "*fp64",
+             "seed_ptr": "*i64", "position_ptr": "*i64", "out_ptr": "*i64", "chance_ptr": "*fp32",
              "logprob_ptr": "*fp32", "stride": "i32", "V": "i32"}  # fmt: skip
-    return [Case("sampling", _sample, types, {"STEPS": _STEPS, "BLOCK": 4096}, WIDE_LOADS, 8)]
+    return [Case("sampling", _sample, types, {"STEPS": _STEPS, "BLOCK": 8192}, WIDE_LOADS, 16)]

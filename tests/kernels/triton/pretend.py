@@ -33,6 +33,8 @@ _backward = [False]
 _capturing = [False]
 current_devices: list[torch.device] = []
 """What `torch.cuda.device` made current, in order."""
+waits: list[str] = []
+"""Calls that made the host wait for the GPU, in order."""
 _WAITS = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.nonzero, torch.nonzero,
           torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}  # fmt: skip
 
@@ -83,6 +85,8 @@ class PretendGpu(TorchFunctionMode):
             target = self._target(func, args, kwargs)
             if func is torch.Tensor.cpu:
                 target = False
+            if on and func in _WAITS:
+                waits.append(func.__name__)
             if _capturing[0] and ((on and func in _WAITS) or _crosses(func, target, tensors)):
                 raise RuntimeError(f"{func.__name__}: operation not permitted when stream is capturing")
             args, kwargs = tree_map(self._here, (args, kwargs))

@@ -98,7 +98,8 @@ def test_float8(spec, m, n, k, device, rng):
     x, bias = torch.randn(m, k, generator=rng, device=device), torch.randn(n, generator=rng, device=device)
     got, want = gemm_float8(x, w, bias, "triton"), gemm_float8(x, w, bias, "torch")
     # hardware sums FP8 products in fewer bits than fp32; the interpreter does not
-    close(got, want.double(), torch.float32 if device.type == "cpu" else torch.float16)
+    assert got.dtype == torch.float32
+    assert (got - want).abs().max() <= (BOUND[torch.float32] if device.type == "cpu" else 2e-3) * want.abs().max()
     whole = x.double() @ q.dequantize().double().t() + bias
     assert 0 < (got.double() - whole).abs().max() < 0.1 * whole.abs().max()  # x is rounded to E4M3
 
@@ -143,7 +144,8 @@ def test_experts(spec, counts, steps, device, rng):
 def test_experts_on_codes(spec, product, device, rng):
     _, w, groups = experts(spec, (3, 0, 18), 37, 640, device, rng)
     x = torch.randn(21, 640, generator=rng, device=device)
-    torch.testing.assert_close(product(x, w, backend="triton", groups=groups), product(x, w, backend="torch", groups=groups), rtol=1e-4, atol=1e-4)
+    got, want = (product(x, w, backend=backend, groups=groups) for backend in ("triton", "torch"))
+    assert (got - want).abs().max() <= (2e-3 if product is gemm_float8 and device.type == "cuda" else 1e-5) * want.abs().max()
 
 
 def test_experts_are_decoded_once_for_many_rows(device, rng, monkeypatch):

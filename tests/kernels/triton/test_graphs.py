@@ -10,7 +10,9 @@ import torch
 
 from karui.configs.quantspec import QuantSpec
 from karui.inference.batch import StepBatch
+from karui.inference.engine import Engine
 from karui.inference.models.decoder import TorchRunner
+from karui.inference.requests import Request, SamplingParams
 from karui.kernels.quantize import quantize
 from tests.kernels.triton import pretend
 from tests.kernels.triton.test_dispatch import gpu  # noqa: F401 (a fixture)
@@ -139,3 +141,31 @@ def test_kernels_are_launched_on_the_runners_device(graphs):
         del pretend.current_devices[:]
         act()
         assert pretend.current_devices and set(pretend.current_devices) == {second}
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=4, temperature=0.0),
+                                    SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1, logprobs=0)],
+                         ids=["greedy", "drawn"])  # fmt: skip
+def test_a_step_waits_for_the_gpu_once(params, graphs):
+    from karui.inference.models.gpu import TritonRunner
+
+    runner = TritonRunner(CONFIG, weights(CONFIG), "cuda", torch.float16)
+    engine = Engine(runner, memory="1MB", block_size=4, max_context=32, max_tokens_per_step=8)
+    for prompt in ([1, 2, 3], [4, 5]):
+        engine.add(Request(prompt=prompt, params=params))
+    engine.step()
+    del pretend.waits[:]
+    deltas = [engine.step() for _ in range(3)]
+    assert pretend.waits == ["tolist"] * 3 and len(graphs) == 1
+    assert [len(d.token_ids) for step in deltas for d in step] == [1] * 6
+
+
+def test_logits_that_are_not_numbers(graphs):
+    """Found in the sampled rows' logprobs, without another look."""
+    from karui.inference.models.gpu import TritonRunner
+
+    engine = Engine(TritonRunner(CONFIG, weights(CONFIG), "cuda", torch.float16), memory="1MB", block_size=4, max_context=32)
+    engine.runner._weights["model.norm.weight"].fill_(float("nan"))
+    for temperature in (0.0, 1.0):
+        outputs = engine.generate([[1, 2]], SamplingParams(max_tokens=2, temperature=temperature, seed=1))
+        assert all("not numbers" in c.error for o in outputs for c in o.completions)

@@ -136,11 +136,11 @@ def test_experts_with_inputs_in_fp8(device):
     compare(config, on_grid("fp8", config), device=device, activation_bits=8, bound=0.35)
 
 
-def test_an_adapter_of_experts_or_their_router_is_refused():
+def test_an_adapter_of_experts_or_their_router_is_refused(device):
     from karui.inference.models.gpu import TritonRunner
 
     config = with_experts("mixtral")
-    runner = TritonRunner(config, weights(config), "cpu", torch.float32)
+    runner = TritonRunner(config, weights(config), device, torch.float32)
     for module, said in (("mlp.experts.0.up_proj", "adapters of experts"), ("mlp.gate", "adapters of experts and their router")):
         with pytest.raises(UnsupportedError, match=said):
             runner.set_adapter(0, {f"model.layers.0.{module}": LoraWeights(torch.ones(1, 32), torch.ones(5, 1), 1.0)})
