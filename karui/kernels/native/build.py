@@ -22,7 +22,8 @@ from karui.configs.errors import KaruiError
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("model.cpp", "rounds.h", "draft.h", "attention.h", "ops.h", "sampling.h", "gemm.h", "simd.h", "weights.h", "threads.h")
+SOURCES = ("model.cpp", "rounds.h", "draft.h", "attention.h", "ops.h", "sampling.h", "gemm.h", "tiles.h", "simd.h", "weights.h",
+           "threads.h")
 LOWBIT = ("lowbit.cpp",)
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 # Per instruction set: what the CPU must have (names of /proc/cpuinfo) and the compiler's flags. Best first.
@@ -33,7 +34,8 @@ _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "generic": ((), ()),
 }
 # Flags of an instruction set for what only some of its CPUs have, and compilers of some years ago do not know.
-_EXTRAS = {"avx512": {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}}
+_EXTRAS = {"avx512": {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16",
+                      "amx_int8": "-mamx-int8"}}
 
 
 @cache

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "simd.h"
+#include "tiles.h"
 #include "weights.h"
 
 constexpr int PREFETCH = 4096;  // bytes ahead in the weight stream; on huge pages 1.5 KB costs a tenth, none is as good as 4 KB
@@ -48,7 +49,7 @@ INLINE void finish(const Linear& w, V sum, int row, float* y, bool accumulate) {
     }
 }
 
-// Rows [m0, m0+M) of the activations, which lie in one tile of 8, times rows [row, row + N*W) of the weights.
+// Rows [m0, m0+M) of the activations, which lie in one tile, times rows [row, row + N*W) of the weights.
 // BLOCK: 16, 32, or 0 for longer blocks. AFFINE: a zero point per group.
 template <int BITS, int M, int N, int BLOCK, bool AFFINE>
 static void tile_int(const Linear& w, const Activations& a, int m0, int row, float* y, int ldy, bool accumulate) {
@@ -100,6 +101,112 @@ static void tile_int(const Linear& w, const Activations& a, int m0, int row, flo
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) finish(w, sum[m][n], row + W * n, y + (int64_t)(m0 + m) * ldy, accumulate);
 }
+
+#ifdef __AMX_INT8__
+// The same sums in AMX tiles, a panel times up to 16 rows at once. Unpacked to signed numbers a chunk of a panel is a tile as it lies, and so
+// are the codes of TILE rows.
+namespace tiles {
+
+constexpr int FEWEST = 9, STRIP = 18;  // rows that pay; blocks whose integer sums are made and stored before the float sums read them
+template <int BITS, bool AFFINE> constexpr bool takes = BITS < 8 || !AFFINE;  // codes minus zeros are signed bytes
+
+static inline Shapes shapes(int block, int rest) {  // registers 0, 1: sums, activations; 2, 3: the same for the last rows; 4: weights
+    const int inputs = block == 16 ? 16 : CHUNK;
+    Shapes s;
+    s.set(0, TILE, 4 * PANEL);
+    s.set(1, TILE, inputs);
+    s.set(2, rest, 4 * PANEL);
+    s.set(3, rest, inputs);
+    s.set(4, inputs / 4, 4 * PANEL);
+    return s;
+}
+
+template <int BITS, int Q = 0> INLINE void unpack_chunk(const uint8_t* from, const U* zero, int8_t* to) {  // a zero for each half
+    _mm512_storeu_si512(to + 64 * Q, _mm512_sub_epi8(unpack<BITS, Q>(from), zero[Q / 4]));
+    if constexpr (Q < 7) unpack_chunk<BITS, Q + 1>(from, zero, to);
+}
+
+template <int BITS, bool AFFINE> static void unpack_panel(const Linear& w, const uint8_t* codes, int panel, int8_t* to) {
+    const int groups = w.k_padded / w.group;
+    U zero[2] = {_mm512_set1_epi8((char)w.zero), _mm512_set1_epi8((char)w.zero)};
+    for (int c = 0; c * CHUNK < w.k_padded; c++, codes += CHUNK * PANEL * BITS / 8, to += CHUNK * PANEL) {
+        for (int half = 0; half < 2 && AFFINE; half++) {  // each row's to its four bytes
+            const I each = iload_u8(w.zeros + ((int64_t)panel * groups + (c * CHUNK + 16 * half) / w.group) * PANEL);
+            zero[half] = imul(each, iset1(0x01010101));
+        }
+        unpack_chunk<BITS>(codes, zero, to);
+    }
+}
+
+// Rows [m0, m0 + rows) times an unpacked panel. REST: fewer than TILE. Brings `next` .. `next_end` nearer.
+template <bool REST, int BLOCK>
+static void tile_int(const Linear& w, const Activations& a, int m0, int rows, int panel, const int8_t* weights, const uint8_t* next,
+                     const uint8_t* next_end, float* y, int ldy, bool accumulate) {
+    const int block = BLOCK ? BLOCK : w.block, blocks = w.k_padded / block, chunks_per_block = BLOCK ? 1 : block / CHUNK;
+    const int blocks_per_group = w.group / block, strips = (blocks + STRIP - 1) / STRIP;
+    const int8_t* x = a.codes + (int64_t)m0 * w.k_padded;
+    const float* xs = a.scale + (int64_t)m0 * blocks;
+    int64_t scales = (int64_t)panel * (w.k_padded / w.group) * PANEL;
+    alignas(64) int32_t product[STRIP][TILE][PANEL];
+    V sum[TILE], scale = set1(0.0f);
+    for (int m = 0; m < TILE; m++) sum[m] = set1(0.0f);
+    int left = 0;  // blocks of this scale
+    for (int strip = 0; strip < strips; strip++) {
+        const int first = blocks * strip / strips, count = blocks * (strip + 1) / strips - first;
+        for (int b = 0; b < count; b++) {
+            if constexpr (REST) _tile_zero(2);
+            else _tile_zero(0);
+            for (int c = 0; c < chunks_per_block; c++) {
+                const int half = BLOCK == 16 ? (first + b) % 2 : 0;
+                _tile_loadd(4, weights + half * 16 * PANEL, 4 * PANEL);
+                if constexpr (REST) {
+                    _tile_loadd(3, x + half * 16, CHUNK);
+                    _tile_dpbssd(2, 3, 4);
+                } else {
+                    _tile_loadd(1, x + half * 16, CHUNK);
+                    _tile_dpbssd(0, 1, 4);
+                }
+                if (BLOCK == 16 && !half) continue;
+                x += TILE * CHUNK;
+                weights += CHUNK * PANEL;
+                for (int p = 0; p < 4 && next < next_end; p++, next += 64) __builtin_prefetch(next);
+            }
+            if constexpr (REST) _tile_stored(2, product[b], 4 * PANEL);
+            else _tile_stored(0, product[b], 4 * PANEL);
+        }
+        for (int b = 0; b < count; b++, xs += TILE) {
+            if (!left) {
+                scale = load_scale(w, scales);
+                scales += PANEL;
+                left = blocks_per_group;
+            }
+            left--;
+            for (int m = 0; m < TILE; m++) sum[m] = fma(scale, mul(set1(xs[m]), to_float(_mm512_load_si512(product[b][m]))), sum[m]);
+        }
+    }
+    for (int m = 0; m < TILE; m++)
+        if (m < rows) finish(w, sum[m], panel * PANEL, y + (int64_t)(m0 + m) * ldy, accumulate);
+}
+
+// The rows that tiles take times panels [first, last); returns how many they are. `scratch` holds an unpacked panel.
+template <int BITS, int BLOCK, bool AFFINE>
+static int multiply(const Linear& w, const Activations& a, int rows, int first, int last, float* y, int ldy, bool accumulate, int8_t* scratch) {
+    const int whole = rows / TILE * TILE, rest = rows - whole >= FEWEST ? rows - whole : 0;
+    if (!takes<BITS, AFFINE> || whole + rest == 0 || !allowed()) return 0;
+    const int64_t bytes = (int64_t)w.k_padded * PANEL * BITS / 8;
+    const Configured configured(shapes(w.block, rest ? rest : 1));
+    for (int p = first; p < last; p++) {
+        const uint8_t *codes = w.codes + p * bytes, *next = codes + bytes, *end = p + 1 < last ? next + bytes : next;
+        unpack_panel<BITS, AFFINE>(w, codes, p, scratch);
+        for (int m = 0; m < whole; m += TILE)
+            tile_int<false, BLOCK>(w, a, m, TILE, p, scratch, m ? end : next, end, y, ldy, accumulate);
+        if (rest) tile_int<true, BLOCK>(w, a, whole, rest, p, scratch, whole ? end : next, end, y, ldy, accumulate);
+    }
+    return whole + rest;
+}
+
+}  // namespace tiles
+#endif
 
 template <int BITS, int Q>
 INLINE void decode_quads(const Linear& w, const uint8_t* codes, const V* scale, const I* zero, float* out) {
@@ -164,11 +271,10 @@ static void tile_float(const Linear& w, const Activations& a, int m0, int row, c
         for (int n = 0; n < N; n++) finish(w, sum[m][n], row + W * n, y + (int64_t)(m0 + m) * ldy, accumulate);
 }
 
-template <int BITS, int BLOCK, bool AFFINE>
-static void panel_int(const Linear& w, const Activations& a, int rows, int panel, float* y, int ldy, bool accumulate) {
+template <int BITS, int BLOCK, bool AFFINE>  // rows [m, rows)
+static void panel_int(const Linear& w, const Activations& a, int m, int rows, int panel, float* y, int ldy, bool accumulate) {
     constexpr int both = PANEL / W;  // vectors in a panel; small tiles take them together, large ones would spill on AVX2
     const int row = panel * PANEL;
-    int m = 0;
     for (; m + 8 <= rows; m += 8)
         for (int r = 0; r < PANEL; r += W) tile_int<BITS, 8, 1, BLOCK, AFFINE>(w, a, m, row + r, y, ldy, accumulate);
     if (m + 4 <= rows) {
@@ -201,22 +307,30 @@ static void panel_float(const Linear& w, const Activations& a, int rows, int pan
 
 // Panels [first, last) of y[:, :n] = x W^T. `scratch` holds k_padded * 16 floats.
 static void multiply(const Linear& w, const Activations& a, int rows, int first, int last, float* y, int ldy, bool accumulate, float* scratch) {
-    for (int p = first; p < last; p++) {
-        if (w.kind != QUANTIZED || w.act_bits != 8) { panel_float(w, a, rows, p, y, ldy, accumulate, scratch); continue; }
-        auto with = [&](auto bits, auto affine) {
-            constexpr int B = decltype(bits)::value;
-            constexpr bool A = decltype(affine)::value;
-            if (w.block == 32) panel_int<B, 32, A>(w, a, rows, p, y, ldy, accumulate);
-            else if (w.block == 16) panel_int<B, 16, A>(w, a, rows, p, y, ldy, accumulate);
-            else panel_int<B, 0, A>(w, a, rows, p, y, ldy, accumulate);
-        };
-        auto with_bits = [&](auto affine) {
-            if (w.bits == 8) with(std::integral_constant<int, 8>(), affine);
-            else if (w.bits == 4) with(std::integral_constant<int, 4>(), affine);
-            else if (w.bits == 3) with(std::integral_constant<int, 3>(), affine);
-            else with(std::integral_constant<int, 2>(), affine);
-        };
-        if (w.zeros) with_bits(std::true_type());
-        else with_bits(std::false_type());
+    if (w.kind != QUANTIZED || w.act_bits != 8) {
+        for (int p = first; p < last; p++) panel_float(w, a, rows, p, y, ldy, accumulate, scratch);
+        return;
     }
+    auto panels = [&](auto bits, auto block, auto affine) {
+        constexpr int BITS = decltype(bits)::value, BLOCK = decltype(block)::value;
+        constexpr bool AFFINE = decltype(affine)::value;
+        int done = 0;
+#ifdef __AMX_INT8__
+        done = tiles::multiply<BITS, BLOCK, AFFINE>(w, a, rows, first, last, y, ldy, accumulate, (int8_t*)scratch);
+#endif
+        for (int p = first; p < last && done < rows; p++) panel_int<BITS, BLOCK, AFFINE>(w, a, done, rows, p, y, ldy, accumulate);
+    };
+    auto with = [&](auto bits, auto affine) {
+        if (w.block == 32) panels(bits, std::integral_constant<int, 32>(), affine);
+        else if (w.block == 16) panels(bits, std::integral_constant<int, 16>(), affine);
+        else panels(bits, std::integral_constant<int, 0>(), affine);
+    };
+    auto with_bits = [&](auto affine) {
+        if (w.bits == 8) with(std::integral_constant<int, 8>(), affine);
+        else if (w.bits == 4) with(std::integral_constant<int, 4>(), affine);
+        else if (w.bits == 3) with(std::integral_constant<int, 3>(), affine);
+        else with(std::integral_constant<int, 2>(), affine);
+    };
+    if (w.zeros) with_bits(std::true_type());
+    else with_bits(std::false_type());
 }

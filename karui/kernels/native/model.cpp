@@ -69,6 +69,7 @@ template <typename X> struct Buffer {  // 64-byte aligned, zeroed when it grows,
 };
 
 struct Pages {  // zeroed memory on huge pages where the system gives them (see arena.py); untouched pages cost nothing
+    static constexpr size_t AT_ONCE = 64 << 20;  // taken when asked for: the first touch of 2 MB may cost milliseconds on a virtual machine
     char* data = nullptr;
     size_t size = 0;
     bool need(size_t n) {
@@ -80,6 +81,9 @@ struct Pages {  // zeroed memory on huge pages where the system gives them (see 
         if (mapped == MAP_FAILED) { mapped = nullptr; return false; }
         madvise(mapped, size, MADV_HUGEPAGE);
         data = (char*)(((uintptr_t)mapped + huge - 1) / huge * huge);
+#ifdef MADV_POPULATE_WRITE
+        madvise(data, std::min(n, AT_ONCE), MADV_POPULATE_WRITE);
+#endif
 #else
         mapped = calloc(n + 64, 1);
         data = (char*)(((uintptr_t)mapped + 63) / 64 * 64);

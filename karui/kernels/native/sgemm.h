@@ -11,8 +11,6 @@
 #include <stdlib.h>
 #ifdef __linux__
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 #include <algorithm>
@@ -22,6 +20,7 @@
 
 #include "parallel.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace sgemm {
 
@@ -176,24 +175,18 @@ struct Tiled {
     static constexpr int PARTS = PARTS_, DEEP = 2, MR = 32, MULTIPLE = 16, TILE = 16 * 16;
     static constexpr bool IN_TILES = true;
 
-    // Whether the kernel lets this process use the tiles: it must be asked once.
-    static bool allowed() {
-        static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
-        return granted;
-    }
+    static bool allowed() { return tiles::allowed(); }
 
-    // The shape of the tiles, for as long as one of these lives in a thread.
-    struct Tiles {
-        struct alignas(64) Config {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        };
-        Tiles() {
-            static const Config config;
-            _tile_loadconfig(&config);
+    struct Tiles : tiles::Configured {
+        Tiles() : Configured(shapes()) {}
+        static const tiles::Shapes& shapes() {
+            static const tiles::Shapes all = [] {
+                tiles::Shapes s;
+                for (int tile = 0; tile < 8; tile++) s.set(tile, 16, 64);
+                return s;
+            }();
+            return all;
         }
-        ~Tiles() { _tile_release(); }
     };
 
     template <bool REST>  // one tile, of `rows` lines and `deep` values

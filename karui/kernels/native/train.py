@@ -19,7 +19,7 @@ from karui.configs.errors import KaruiError
 from karui.kernels.native.build import build, chosen_isa
 
 log = logging.getLogger(__name__)
-SOURCES = ("train.cpp", "sgemm.h", "parallel.h", "simd.h")
+SOURCES = ("train.cpp", "sgemm.h", "tiles.h", "parallel.h", "simd.h")
 SMALLEST = 1 << 13  # values of b below which a product is left to torch
 Operands = Literal["fp32", "bf16", "bf16x3"]
 LANES = {"avx512": 16, "avx2": 8, "generic": 8}

@@ -46,13 +46,17 @@ static inline int chunk_bytes(const Linear& w) {
 }
 static inline int num_panels(const Linear& w) { return (w.n + PANEL - 1) / PANEL; }
 
-// Activations of T tokens for one linear: float rows always, int8 codes when the linear wants them. Codes lie in tiles of 8 rows,
+// Activations of T tokens for one linear: float rows always, int8 codes when the linear wants them. Codes lie in tiles of TILE rows,
 // so that a kernel reaches all rows of a tile from one pointer.
+#ifdef __AMX_INT8__
+constexpr int TILE = 16;
+#else
 constexpr int TILE = 8;
+#endif
 struct Activations {
     const float* x;         // [T, ldx], columns k .. padded with zeros
     int ldx;
-    const int8_t* codes;    // [T / 8][chunk][8 rows][32]
-    const float* scale;     // [T / 8][block][8 rows]
+    const int8_t* codes;    // [T / TILE][chunk][TILE rows][32]
+    const float* scale;     // [T / TILE][block][TILE rows]
     const int32_t* sum;     // the same shape: sum of codes, times -(zero - bias) when the weight has one zero point
 };
