@@ -9,8 +9,8 @@ from torch import nn
 class FirstBatchRange(nn.Module):
     """x -> values of the same shape and dtype, computed in fp32.
 
-    Before the first batch in training mode activations pass unchanged. The engine has no static activation ranges: they shape
-    training and end with it.
+    Before the first batch in training mode activations pass unchanged. The first rank's first batch sets the ranges of all ranks.
+    The engine has no static activation ranges: they shape training and end with it.
     """
 
     ready: torch.Tensor
@@ -18,14 +18,19 @@ class FirstBatchRange(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
+        self._started = False  # as `ready`, once that was True: to look at a GPU is to wait for it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.ready:
+        if not self._started and not self.ready:
             if not self.training:
                 return x
             with torch.no_grad():
                 self.start(x)
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    for p in self.parameters():
+                        torch.distributed.broadcast(p, 0)
                 self.ready.fill_(True)
+        self._started = True
         return self.rounded(x.float()).to(x.dtype)
 
     def start(self, x: torch.Tensor) -> None:

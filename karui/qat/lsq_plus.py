@@ -137,8 +137,8 @@ class LSQPlusActivations(FirstBatchRange):
 
     def start(self, x: torch.Tensor) -> None:
         low, high = x.min().float(), x.max().float()
-        self.step.fill_(float((high - low).clamp_min(1e-8)) / self.high)
-        self.beta.fill_(float(low))
+        self.step.copy_((high - low).clamp_min(1e-8) / self.high)
+        self.beta.copy_(low)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = LearnedRange.apply(x, self.step, self.beta, 0, self.high, 1 / math.sqrt(x.numel() * self.high))

@@ -45,7 +45,7 @@ class PACT(FirstBatchRange):
         self.alpha = nn.Parameter(torch.ones(1))
 
     def start(self, x: torch.Tensor) -> None:
-        self.alpha.fill_(max(float(x.abs().max()), 1e-8))
+        self.alpha.copy_(x.abs().max().clamp_min(1e-8))
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = Clipped.apply(x, self.alpha.clamp_min(1e-8), self.high, self.signed)

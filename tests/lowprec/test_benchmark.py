@@ -41,7 +41,7 @@ def test_losses_and_states_are_held_to_their_bands(script, tmp_path):
     rows = {f.name: f for f in script.figures(done)}
     for name in names[1:]:
         loss, states = rows[name], rows[f"{name}, states"]
-        assert loss.peer_name == "fp32" and 1 < loss.goal <= 1.05 and loss.met is (loss.ratio <= loss.goal)
+        assert loss.peer_name == "fp32, mean of 1" and 1 < loss.goal <= 1.05 and loss.met is (loss.ratio <= loss.goal)
         assert states.peer_name == "fp32 AdamW" and states.goal <= 0.6 and "all the way" in loss.note
         assert states.met or name == "optimizer muon"  # embedding and head, which AdamW keeps, are a third of this model
     # two fp32 moments and a step for every parameter of AdamW; one byte each where a tensor has 4,096 values

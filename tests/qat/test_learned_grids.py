@@ -185,6 +185,23 @@ def test_learned_activation_ranges_start_at_the_first_batch(make):
     assert torch.equal(again(x), module(x))
 
 
+def _ranges_of_a_rank(rank: int, folder: str) -> None:
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    made = [LSQPlusActivations(8), PACT(8)]
+    for module in made:
+        module(torch.linspace(-1.0 - rank, 3.0 + rank, 9))
+    torch.save([p.detach() for module in made for p in module.parameters()], f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_the_first_rank_s_first_batch_sets_the_ranges_of_all_ranks(tmp_path):
+    torch.multiprocessing.spawn(_ranges_of_a_rank, args=(str(tmp_path),), nprocs=2)
+    ours, theirs = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert [float(x) for x in ours] == pytest.approx([4 / 255, -1.0, 3.0])
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_bitnet_blend_rises_to_what_is_stored():
     blend, w = Blend(), torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     weight, activation = BlendedWeight(w, QuantSpec.parse("w1.58"), blend), BlendedActivations(blend)
