@@ -124,6 +124,7 @@ def test_noise_is_a_function_of_its_key_alone():
     for name in key:
         assert (noise_bits((1000,), **{**key, name: key[name] + 1}) == first).float().mean() < 0.01, name
     assert (noise_bits((1000,), **{**key, "seed": 7 + (1 << 32)}) == first).float().mean() < 0.01
+    assert torch.equal(first[400:], noise_bits((600,), **key, start=400))
     assert first.min() >= 0 and first.dtype == torch.int32
 
 

@@ -109,6 +109,18 @@ def test_bf16_weights_learn_from_updates_that_nearest_rounding_loses():
     assert moved[False] == 0 and moved[True] == pytest.approx(0.01, rel=0.05)
 
 
+def test_a_large_weight_is_rounded_in_parts_to_the_same_bits(monkeypatch):
+    def stepped(at_once):
+        monkeypatch.setattr("karui.lowprec.optim.adamw._AT_ONCE", at_once)
+        p = nn.Parameter(torch.linspace(-1, 1, 9000).bfloat16().view(90, 100).t())  # not contiguous
+        p.grad = torch.linspace(-2, 3, 9000).bfloat16().view(100, 90)
+        AdamWLowState([p], lr=1e-3).step()
+        return p.detach()
+
+    whole = stepped(9000)
+    assert torch.equal(stepped(1024), whole) and whole.unique().numel() > 100
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", ["fp32", "dynamic", "fp8"])
 def test_resume_is_exact(state, dtype):

@@ -36,15 +36,17 @@ def noise_bits(
     layer: int,
     tensor: int,
     device: torch.device | str = "cpu",
+    start: int = 0,
 ) -> torch.Tensor:
-    """int32 `shape` of uniform integers in [0, 2^31), element i a function of (seed, step, layer, tensor, i) alone.
+    """int32 `shape` of uniform integers in [0, 2^31), element i a function of (seed, step, layer, tensor, start + i) alone.
 
-    `step` may be an int64 tensor of one element, so that a compiled graph need not be rebuilt at every step.
+    `step` may be an int64 tensor of one element, so that a compiled graph need not be rebuilt at every step; `start` is a
+    multiple of 4.
     """
     total = 1
     for size in shape:
         total *= size
-    index = torch.arange((total + 3) // 4, dtype=torch.int64, device=device)
+    index = torch.arange(start // 4, start // 4 + (total + 3) // 4, dtype=torch.int64, device=device)
     when = step.to(index.device).reshape(()) if isinstance(step, torch.Tensor) else torch.tensor(step, device=device)
     fill = torch.zeros_like(index)
     words = philox((index, fill + (when & _LOW), fill + (layer & _LOW), fill + (tensor & _LOW)), (seed, seed >> 32))

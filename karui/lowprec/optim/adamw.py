@@ -21,6 +21,7 @@ from karui.kernels.quantize.noise import noise_bits
 from karui.lowprec.optim.blocks import decode, encode
 
 STATES = ("fp32", "dynamic", "fp8")
+_AT_ONCE = 2**22  # values that are rounded stochastically at a time, a multiple of 4
 _SMALLEST = 4096  # values; smaller tensors keep fp32 states, as their memory does not matter
 
 
@@ -97,7 +98,12 @@ class AdamWLowState(torch.optim.Optimizer):
         w = p.float() * (1 - group["lr"] * group["weight_decay"])
         w.addcdiv_(m, (v / (1 - b2**t)).sqrt_().add_(group["eps"]), value=-group["lr"] / (1 - b1**t))
         if p.dtype == torch.bfloat16 and self.stochastic:
-            p.copy_(round_bf16(w, noise_bits(p.shape, seed=self.seed, step=int(t), layer=index, tensor=0, device=p.device)))
+            key = dict(seed=self.seed, step=int(t), layer=index, tensor=0)
+            rounded = torch.empty(p.numel(), dtype=p.dtype, device=p.device)
+            for at, part in enumerate(w.reshape(-1).split(_AT_ONCE)):  # random bits are made of some 100 bytes for each of theirs
+                noise = noise_bits(part.shape, **key, start=at * _AT_ONCE, device=p.device)
+                rounded[at * _AT_ONCE : at * _AT_ONCE + len(part)] = round_bf16(part, noise)
+            p.copy_(rounded.view(p.shape))
         else:
             p.copy_(w)
         if small:
