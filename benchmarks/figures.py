@@ -98,4 +98,6 @@ def versions() -> dict[str, str]:
 def _number(value: float | None) -> str:
     if value is None:
         return ""
+    if 0.9 < value < 1.1:  # ratios and their goals may lie a thousandth apart
+        return f"{value:.4g}"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
