@@ -40,7 +40,7 @@ def same(fast, plain, batch):
     got, want = fast.forward(batch), plain.forward(batch)
     assert got.logits.is_cuda
     for a, b in ((got.logits, want.logits), (got.hidden, want.hidden)):
-        assert (a - b).abs().max() <= 1e-2 * b.abs().max()
+        assert (a - b).abs().max() <= 3e-2 * b.abs().max()  # fp16, and codes of the cache that fall on the other side
     return got
 
 
