@@ -101,5 +101,12 @@ class Runner(Protocol):
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy KV of token slots source[i] -> target[i] in every layer (copy-on-write, tree compaction)."""
 
+    def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """KV of T token slots, on the CPU: [2, layers, T, kv_heads, head_dim] in the cache's dtype, and its fp32 scales
+        [2, layers, T, kv_heads] or None."""
+
+    def write_slots(self, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """The inverse of `read_slots`."""
+
     def weight_bytes(self) -> int:
         """Bytes of weights held, as packed."""

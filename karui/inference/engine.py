@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError, nearest
+from karui.inference import handoff
 from karui.inference import memory as kv_memory
 from karui.inference.batch import Ahead, Runner, StepBatch, StepOutput
 from karui.inference.beam import BeamSearch, Branch
@@ -97,17 +98,18 @@ class Engine:
             with drafts that the runner can make (prompt lookup, EAGLE-3); no step starts once they gained twice as many tokens.
         speculation: who drafts; None for plain decoding.
         dense_weight: a module's base weight in fp32, for DoRA adapters over a runner that has packed it away.
+        model: identity of the bundle that the weights are from, for `import_prefix`; "" where there is none.
     """
 
     def __init__(self, runner: Runner, tokenizer: Any = None, *, eos_token_ids: Sequence[int] = (), kv_dtype: str = "auto",
                  memory: int | str | None = None, max_context: int | None = None, max_tokens_per_step: int = 512,
                  max_sequences: int = 64, block_size: int = 16, ahead: int = AHEAD, speculation: Speculation | None = None,
-                 dense_weight: Callable[[str], torch.Tensor] | None = None) -> None:
+                 dense_weight: Callable[[str], torch.Tensor] | None = None, model: str = "") -> None:
         for name, value in (("max_tokens_per_step", max_tokens_per_step), ("max_sequences", max_sequences),
                             ("block_size", block_size), ("ahead", ahead)):
             if value < 1:
                 raise KaruiError(f"engine: {name} must be at least 1, got {value}.")
-        self.runner, self.tokenizer, self.config = runner, tokenizer, runner.config
+        self.runner, self.tokenizer, self.config, self.model = runner, tokenizer, runner.config, model
         self.eos = frozenset(eos_token_ids)
         self.kv_dtype = getattr(runner, "default_kv_dtype", "float16") if kv_dtype == "auto" else kv_dtype
         num_blocks, self.max_context = kv_memory.plan(
@@ -239,6 +241,32 @@ class Engine:
         if failed:
             raise RuntimeError(f"scoring failed: {failed}")
         return [score.logprobs for score in scores]
+
+    # -- the prefix cache
+
+    def export_prefix(self, prompt: str | Sequence[int], cache_salt: str = "") -> handoff.Prefix:
+        """The keys and values of a prompt's full blocks out of the prefix cache, for another engine; see `handoff`.
+
+        Raises:
+            KaruiError: none is there. The prompt is run first, with max_tokens=1 where another engine decodes.
+        """
+        tokens = self.encode(prompt)
+        with self._lock:
+            count, data, scale = handoff.read(self.pool, self.runner, tokens, self._namespace(None, cache_salt))
+            return handoff.Prefix(tokens=tuple(tokens[:count]), data=data, scale=scale, kv_dtype=self.kv_dtype, model=self.model,
+                                  version=str(self.version), cache_salt=cache_salt)
+
+    def import_prefix(self, prefix: handoff.Prefix) -> int:
+        """Put what another engine exported into the prefix cache; returns how many of its tokens are there then. Requests that
+        begin with them find them as if this engine had computed them.
+
+        Raises:
+            KaruiError: of another model, other weights, or another kv_dtype.
+        """
+        self._check_vocabulary(prefix.tokens)
+        with self._lock:
+            prefix.check(self.config, self.kv_dtype, self.model, str(self.version))
+            return handoff.write(self.pool, self.runner, prefix, self._namespace(None, prefix.cache_salt))
 
     # -- weights
 

@@ -22,6 +22,7 @@ from karui.inference.speculate import Speculation
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.draft_model import RunnerDrafter, check_vocabulary
 from karui.inference.speculative.factory import Speculator, check_draft
+from karui.inference.speculative.target import TargetIdentity
 from karui.kernels.qtensor import QTensor
 from karui.kernels.triton_support.driver import no_gpu
 
@@ -66,7 +67,8 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
     if spec.method != "none":
         drafting = _speculation(spec, opened, config, made, tokenizer, device=device, choice=runner, options=options)
     return engine_class(made, tokenizer, eos_token_ids=end_tokens(opened, tokenizer), speculation=drafting,
-                        dense_weight=lambda module: _dense(opened, module), **options)
+                        dense_weight=lambda module: _dense(opened, module),
+                        model="" if opened.manifest is None else TargetIdentity.of(opened, None).weights, **options)
 
 
 def find(path: str | Path) -> Path:

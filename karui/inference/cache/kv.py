@@ -13,6 +13,8 @@ from karui.configs.errors import UnsupportedError, nearest
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8,
           "fp8": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
+SCALED = frozenset(_LARGEST)
+"""The formats that keep scales."""
 
 
 def check_dtype(kv_dtype: str) -> str:
@@ -64,6 +66,18 @@ class KVStore:
         self._bytes[:, :, target] = self._bytes[:, :, source]
         if self.scale is not None:
             self.scale[:, :, target] = self.scale[:, :, source]
+
+    def take(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What lies at `slots` [T] int64: data [2, layers, T, G, D], and scale [2, layers, T, G] or None; on the CPU."""
+        data = self._bytes[:, :, slots].view(self.data.dtype).cpu()
+        return data, None if self.scale is None else self.scale[:, :, slots].cpu()
+
+    def put(self, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """The inverse of `take`."""
+        self._bytes[:, :, slots] = data.to(self.data.device).view(self._bytes.dtype)
+        if self.scale is not None:
+            assert scale is not None
+            self.scale[:, :, slots] = scale.to(self.scale.device)
 
     @property
     def _bytes(self) -> torch.Tensor:

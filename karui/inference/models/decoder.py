@@ -88,6 +88,14 @@ class TorchRunner:
         assert self._kv is not None, "allocate() first"
         self._kv.copy(source.long().to(self.device), target.long().to(self.device))
 
+    def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self._kv is not None, "allocate() first"
+        return self._kv.take(slots.long().to(self.device))
+
+    def write_slots(self, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None) -> None:
+        assert self._kv is not None, "allocate() first"
+        self._kv.put(slots.long().to(self.device), data, scale)
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> StepOutput:
         spans = self._spans(batch)

@@ -22,6 +22,7 @@ import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import Ahead, Gained, StepBatch, StepOutput
+from karui.inference.cache.kv import DTYPES
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
 from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of
@@ -158,7 +159,7 @@ class NativeRunner:
         if self._lib.allocate(self._model, num_blocks * block_size, CACHE_TYPES[kv_dtype]):
             need = num_blocks * block_size * per_token / 2**20
             raise KaruiError(f"no memory for {num_blocks} KV blocks of {block_size} tokens in {kv_dtype} ({need:.0f} MiB).")
-        self._block_size, self._slots = block_size, num_blocks * block_size
+        self._block_size, self._slots, self._kv_dtype = block_size, num_blocks * block_size, kv_dtype
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         if kv_dtype not in CACHE_TYPES:
@@ -171,6 +172,17 @@ class NativeRunner:
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         source, target = _int32(source), _int32(target)
         self._lib.copy_slots(self._model, address(source), address(target), len(source))
+
+    def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        c, kind = self.config, DTYPES[self._kv_dtype]
+        data = torch.empty(2, c.num_layers, len(slots), c.num_kv_heads, c.head_dim, dtype=kind)
+        scale = torch.empty(data.shape[:4]) if kind == torch.int8 else None
+        self._lib.move_slots(self._model, address(_int32(slots)), len(slots), address(data), address(scale), 0)
+        return data, scale
+
+    def write_slots(self, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None) -> None:
+        slots, data, scale = _int32(slots), data.contiguous(), None if scale is None else scale.contiguous()
+        self._lib.move_slots(self._model, address(slots), len(slots), address(data), address(scale), 1)
 
     # -- the step
 

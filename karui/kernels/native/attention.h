@@ -69,6 +69,20 @@ static void copy_slot(const Cache& c, int from, int to) {
     }
 }
 
+// One slot of a layer out of the cache or, with `write`, into it: key and value [kv_heads][dim] and, for int8, their scales [kv_heads].
+static void move_slot(const Cache& c, int slot, char* key, char* value, float* key_scale, float* value_scale, bool write) {
+    const int size = cache_bytes(c.type);
+    auto move = [&](void* own, void* other, int bytes) { write ? memcpy(own, other, bytes) : memcpy(other, own, bytes); };
+    for (int h = 0; h < c.kv_heads; h++) {
+        for (int d = 0; d < c.dim; d++) move((char*)c.keys + key_at(c, slot, h, d) * size, key + (h * c.dim + d) * size, size);
+        move((char*)c.values + value_at(c, slot, h) * size, value + h * c.dim * size, c.dim * size);
+        if (c.type == CACHE_INT8) {
+            move(c.key_scale + scale_at(c, slot, h), key_scale + h, 4);
+            move(c.value_scale + scale_at(c, slot, h), value_scale + h, 4);
+        }
+    }
+}
+
 // Up to 64 keys of one head, in groups of 16 lanes that lie in the cache or were gathered into `Gathered`.
 struct Chunk {
     int count, groups;  // keys, and groups of 16 holding them

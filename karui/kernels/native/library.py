@@ -105,7 +105,9 @@ class Library:
             ("karui_sizes", i, [i]), ("karui_pack", None, [p, i, i, i, i, p]), ("karui_model", p, [p]), ("karui_free", None, [p]),
             ("karui_configure", None, [p, p]), ("karui_allocate", i, [p, C.c_int64, i]), ("karui_forward", i, [p, p]),
             ("karui_rounds", i, [p, p]), ("karui_draft", i, [p, p, p]),
-            ("karui_copy_slots", None, [p, p, p, i]), ("karui_set_loras", None, [p, p, i]), ("karui_linear", None, [p, p, i, p]),
+            ("karui_copy_slots", None, [p, p, p, i]),
+            ("karui_move_slots", None, [p, p, i, p, p, i]), ("karui_set_loras", None, [p, p, i]),
+            ("karui_linear", None, [p, p, i, p]),
             ("karui_decode_rows", None, [p, p, i, p]), ("karui_argmax", None, [p, i, i, p]),
             ("karui_top_k", None, [p, i, i, i, p, p]), ("karui_threads", i, [p]), ("karui_sample", None, [p, i, i, p, p, p]),
         ):

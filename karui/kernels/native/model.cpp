@@ -802,6 +802,22 @@ void karui_copy_slots(void* model, const int32_t* from, const int32_t* to, int c
         for (int i = 0; i < count; i++) copy_slot(c, from[i], to[i]);
 }
 
+// The slots' keys and values out of the caches or, with `write`, into them: data [2][layers][count][kv_heads][dim] in the cache's type, scale
+// [2][layers][count][kv_heads] for int8.
+void karui_move_slots(void* model, const int32_t* slots, int count, char* data, float* scale, int write) {
+    const std::vector<Cache>& caches = ((Model*)model)->cache;
+    const int64_t layers = (int64_t)caches.size();
+    for (int64_t l = 0; l < layers; l++) {
+        const Cache& c = caches[l];
+        const int64_t row = (int64_t)c.kv_heads * c.dim * cache_bytes(c.type);
+        for (int i = 0; i < count; i++) {
+            const int64_t key = l * count + i, value = (layers + l) * count + i;
+            float *key_scale = scale ? scale + key * c.kv_heads : nullptr, *value_scale = scale ? scale + value * c.kv_heads : nullptr;
+            move_slot(c, slots[i], data + key * row, data + value * row, key_scale, value_scale, write);
+        }
+    }
+}
+
 // loras: [slots][layers][7] in the order q, k, v, o, gate, up, down; rank 0 leaves a module alone.
 void karui_set_loras(void* model, const Lora* loras, int slots) {
     Model* m = (Model*)model;

@@ -1,0 +1,149 @@
+"""Prefill here, decode there: the keys and values of a prompt, taken out of one engine's prefix cache and put into another's
+(disaggregated prefill as in DistServe, arXiv 2401.09670, and Mooncake, arXiv 2407.00079).
+
+    first = prefiller.generate(Request(prompt=ids, params=SamplingParams(max_tokens=1)))[0]
+    prefiller.export_prefix(ids).save("prompt.safetensors")
+    ...
+    decoder.import_prefix(Prefix.load("prompt.safetensors"))
+    output = decoder.generate(Request(prompt=ids, params=params))[0]
+
+The decoding engine finds the blocks as if it had computed them: what it has left of the prompt is the last block, and its answer
+is the one that the prefilling engine would have given, bit for bit where both have the same runner. Keys are kept as the cache
+has them, so both need the same `kv_dtype`; runners may differ. Prompts of adapters are not handed over.
+
+Legend: T tokens, G kv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from karui.configs.errors import CorruptError, KaruiError
+from karui.inference.cache.kv import DTYPES, SCALED
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from karui.inference.batch import Runner
+    from karui.inference.cache.pool import BlockPool
+    from karui.inference.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prefix:
+    """The beginning of a prompt with its keys and values.
+
+    Attributes:
+        tokens: T token ids, a whole number of the blocks that they were taken from.
+        data: [2, layers, T, G, D] keys and values, in the dtype of the cache.
+        scale: fp32 [2, layers, T, G] of int8 and fp8 caches, else None.
+        kv_dtype: the cache's format.
+        model: identity of the bundle that the engine was loaded from, "" where it was none.
+        version: of its weights.
+        cache_salt: the requests'.
+    """
+
+    tokens: tuple[int, ...]
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    kv_dtype: str
+    model: str
+    version: str
+    cache_salt: str
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file."""
+        from safetensors.torch import save_file
+
+        tensors = {"data": self.data.view(torch.uint8) if self.kv_dtype == "fp8" else self.data}
+        tensors |= {} if self.scale is None else {"scale": self.scale}
+        facts = {"tokens": self.tokens, "kv_dtype": self.kv_dtype, "model": self.model,
+                 "version": self.version, "cache_salt": self.cache_salt}
+        save_file({k: v.contiguous() for k, v in tensors.items()}, path, {"karui_prefix": json.dumps(facts)})
+
+    @staticmethod
+    def load(path: str | Path) -> Prefix:
+        """The inverse of `save`. Raises `CorruptError` for anything else."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads((file.metadata() or {})["karui_prefix"])
+                names = file.keys()
+                tensors = {name: file.get_tensor(name) for name in names}
+            kind = DTYPES[facts["kv_dtype"]]
+            data, text = tensors.pop("data"), ("kv_dtype", "model", "version", "cache_salt")
+            if facts["kv_dtype"] == "fp8" and data.dtype == torch.uint8:
+                data = data.view(kind)
+            made = Prefix(tokens=tuple(int(t) for t in facts["tokens"]), data=data, scale=tensors.pop("scale", None),
+                          **{name: str(facts[name]) for name in text})
+            shape = made.data.shape
+            if tensors or made.data.dtype != kind or len(shape) != 5 or shape[0] != 2 or shape[2] != len(made.tokens) or (
+                    (made.scale is not None) != (made.kv_dtype in SCALED)) or (
+                    made.scale is not None and (made.scale.shape != shape[:4] or made.scale.dtype != torch.float32)):
+                raise ValueError("shapes or dtypes do not belong together")
+        except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+            raise CorruptError(f"{path} is not a prefix written by `Prefix.save`: {error}") from error
+        return made
+
+    def check(self, config: ModelConfig, kv_dtype: str, model: str, version: str) -> None:
+        """Raise `KaruiError` unless an engine of these can use it. Bundles are compared where both sides came from one."""
+        shape = (2, config.num_layers, len(self.tokens), config.num_kv_heads, config.head_dim)
+        if tuple(self.data.shape) != shape:
+            raise KaruiError(f"this prefix is of another model: its keys are {tuple(self.data.shape)}, this model's {shape}.")
+        if self.kv_dtype != kv_dtype:
+            raise KaruiError(f"this prefix is in {self.kv_dtype}, the engine's cache in {kv_dtype}; load the engine with "
+                             f"kv_dtype={self.kv_dtype!r}.")
+        if self.version != version or (self.model != model and "" not in (self.model, model)):
+            raise KaruiError("this prefix was computed with other weights than the engine has: another bundle, or an update in "
+                             "between.")
+
+
+def read(
+    pool: BlockPool, runner: Runner, tokens: Sequence[int], namespace: Hashable
+) -> tuple[int, torch.Tensor, torch.Tensor | None]:
+    """(how many tokens, data, scale) of the longest cached beginning of `tokens`, see `Prefix`.
+
+    Raises:
+        KaruiError: none is cached.
+    """
+    blocks, _ = pool.match([*tokens, 0], namespace)  # a match leaves the last token out
+    if not blocks:
+        raise KaruiError(f"the prefix cache holds no block of this prompt of {len(tokens)} tokens (a block has "
+                         f"{pool.block_size}); run it first, with max_tokens=1 for its first token.")
+    return len(blocks) * pool.block_size, *runner.read_slots(_slots(blocks, pool.block_size))
+
+
+def write(pool: BlockPool, runner: Runner, prefix: Prefix, namespace: Hashable) -> int:
+    """Put a checked prefix into the cache, as far as there are free blocks; returns how many tokens of it are there then."""
+    size, name = pool.block_size, pool.index.root(namespace)
+    held: list[int] = []
+    fresh: list[tuple[int, int, Any]] = []  # number in the prefix, block, name
+    for i in range(len(prefix.tokens) // size):
+        name = pool.index.name(name, prefix.tokens[i * size:(i + 1) * size])
+        block = pool.index.find(name)
+        if block is not None:
+            pool.share(block)  # so that the next to be taken is not this one
+        elif pool.num_free:
+            block = pool.take()
+            fresh.append((i, block, name))
+        else:
+            break
+        held.append(block)
+    if fresh:
+        rows = _slots([i for i, _, _ in fresh], size).long()
+        runner.write_slots(_slots([block for _, block, _ in fresh], size), prefix.data[:, :, rows],
+                           None if prefix.scale is None else prefix.scale[:, :, rows])
+    for _, block, name in fresh:
+        pool.enter(name, block)
+    pool.release(held)
+    return len(held) * size
+
+
+def _slots(blocks: Sequence[int], size: int) -> torch.Tensor:
+    return torch.tensor([block * size + i for block in blocks for i in range(size)], dtype=torch.int32)
