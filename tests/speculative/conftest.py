@@ -37,7 +37,8 @@ def tiny_weights(config: ModelConfig, seed: int = 0, noise: float = 0.0) -> dict
 
 
 def tiny_engine(spelling: str | SpeculationConfig | None = None, *, vocab: int = 61, dtype: torch.dtype = torch.float32,
-                bit_exact: bool = True, draft_noise: float = 0.02, native: bool = False, **options: Any) -> Engine:
+                bit_exact: bool = True, draft_noise: float = 0.02, draft_memory: int | None = None, native: bool = False,
+                **options: Any) -> Engine:
     """An engine over the tiny model, speculating as spelled; heads are random, the draft model a perturbed copy."""
     config = tiny_config(vocab)
     weights = tiny_weights(config)
@@ -65,7 +66,7 @@ def tiny_engine(spelling: str | SpeculationConfig | None = None, *, vocab: int =
         drafter = None
         if spec.method == "draft":
             draft = TorchRunner(config, tiny_weights(config, noise=draft_noise))
-            drafter = RunnerDrafter(draft, max_context=256, max_sequences=64)
+            drafter = RunnerDrafter(draft, max_context=256, max_sequences=64, memory=draft_memory)
         embedding = weights["model.embed_tokens.weight"]
         speculator = Speculator(spec, config, heads=heads, embed=lambda ids: embedding[ids], drafter=drafter)
         speculation = Speculation(spec, speculator.new)

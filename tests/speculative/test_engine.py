@@ -108,6 +108,16 @@ def test_logprobs_are_those_of_plain_decoding(spelling: str, params: SamplingPar
     assert engine.stats.num_drafted_tokens > 0
 
 
+def test_a_draft_model_without_memory_left_lets_sequences_go_on_without_drafts() -> None:
+    """Its pool holds 3 blocks of 16 tokens: two sequences draft for a while, and both end as in a plain engine."""
+    block = 2 * 4 * 2 * 8 * 4 * 16
+    requests = [Request(prompt=[1 + i, 7, 9], params=SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(2)]
+    narrow, roomy = (tiny_engine(always("draft:x:4"), draft_memory=memory) for memory in (3 * block, None))
+    found = [[o.token_ids for o in engine.generate(requests)] for engine in (narrow, roomy, tiny_engine())]
+    assert found[0] == found[1] == found[2]
+    assert 0 < narrow.stats.num_drafted_tokens < roomy.stats.num_drafted_tokens
+
+
 def test_draft_model_logprobs_are_the_targets() -> None:
     params = SamplingParams(max_tokens=30, logprobs=2, temperature=0.8, seed=11)
     engine, plain = tiny_engine(always("draft:x:4")), tiny_engine()

@@ -10,8 +10,13 @@ import torch
 
 from karui.configs.errors import KaruiError
 from karui.inference.batch import Runner, StepBatch
+from karui.inference.memory import default_budget
 from karui.inference.speculative.base import NOTHING, Context, Draft, Observation
 from karui.inference.speculative.random import DRAFT, draw, uniform
+
+
+class NoRoomError(KaruiError):
+    """A drafter has no KV memory left for a sequence, which then goes on without drafts."""
 
 
 class Drafter(Protocol):
@@ -24,7 +29,8 @@ class Drafter(Protocol):
         """A new, empty sequence; returns its handle."""
 
     def extend(self, handle: int, tokens: Sequence[int], start: int) -> torch.Tensor:
-        """Drop what lies at `start` and behind, append `tokens` there, return the last one's logits [V] fp32."""
+        """Drop what lies at `start` and behind, append `tokens` there, return the last one's logits [V] fp32. Raises
+        `NoRoomError`; the sequence is then to be closed."""
 
     def close(self, handle: int) -> None:
         """Forget the sequence."""
@@ -89,7 +95,11 @@ class DraftModelProposer:
         tokens: list[int] = []
         rows: list[np.ndarray] = []
         while True:
-            logits = self.drafter.extend(self.handle, pending, start)
+            try:
+                logits = self.drafter.extend(self.handle, pending, start)
+            except NoRoomError:
+                self.reset()
+                return NOTHING
             start += len(pending)
             if context.distribution is None:
                 tokens.append(int(logits.argmax()))
@@ -103,16 +113,24 @@ class DraftModelProposer:
 
 
 class RunnerDrafter:
-    """A `Drafter` over any `Runner`: each sequence owns a list of blocks, taken from and returned to a small pool."""
+    """A `Drafter` over any `Runner`: each sequence owns a list of blocks, taken from and returned to a pool.
+
+    Args:
+        memory: bytes for the pool at most; None: a quarter of what an engine would take, which comes after it and takes the rest.
+    """
 
     def __init__(self, runner: Runner, *, max_context: int, max_sequences: int = 8, block_size: int = 16,
-                 kv_dtype: str = "float32", chunk: int = 512) -> None:
+                 memory: int | None = None, chunk: int = 512) -> None:
         self.runner, self.block_size, self.chunk = runner, block_size, chunk
         self.vocab_size = runner.config.vocab_size
         self.max_context = min(max_context, runner.config.max_context)
-        per_sequence = -(-self.max_context // block_size)
-        runner.allocate(per_sequence * max_sequences, block_size, kv_dtype)
-        self.free = list(range(per_sequence * max_sequences))[::-1]
+        device = torch.device(getattr(runner, "device", "cpu"))
+        kv_dtype = "float32" if device.type == "cpu" else str(getattr(runner, "default_kv_dtype", "float32"))
+        budget = default_budget(device) // 4 if memory is None else memory
+        affordable = budget // (runner.kv_bytes_per_token(kv_dtype) * block_size)
+        blocks = max(1, min(affordable, -(-self.max_context // block_size) * max_sequences))
+        runner.allocate(blocks, block_size, kv_dtype)
+        self.free = list(range(blocks))[::-1]
         self.tables: dict[int, list[int]] = {}
         self.next_handle = 0
 
@@ -129,7 +147,7 @@ class RunnerDrafter:
         end = start + len(tokens)
         while len(table) * self.block_size < end:
             if not self.free:
-                raise KaruiError("draft model: its KV memory is full; raise max_sequences or run fewer requests at once.")
+                raise NoRoomError("draft model: its KV memory is full.")
             table.append(self.free.pop())
         logits = torch.empty(0)
         for at in range(start, end, self.chunk):
