@@ -9,7 +9,7 @@ demo: .venv/ready
 	$(BIN)/karui demo
 
 test: .venv/ready
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile
 
 test-slow: .venv/ready
 	$(BIN)/pytest -m "slow and not gpu and not peer"

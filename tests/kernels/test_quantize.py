@@ -1,9 +1,11 @@
 """Unit, property and reference tests of the grids: worked examples, bitsandbytes, prepare == convert."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from karui.configs import KaruiError, QuantSpec, UnsupportedError
@@ -42,12 +44,15 @@ def test_prepare_equals_convert_over_1000_seeds(spelling):
     """What training saw is, bit for bit, what comes back from packed codes decoded by other arithmetic (float64 numpy)."""
     spec = QuantSpec.parse(spelling)
     drawn = [torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 7 - 4) for seed in range(1000)]
-    rows_are_independent = spec.granularity != "tensor" and not spec.double_quant
-    for w in [torch.cat(drawn)] if rows_are_independent else drawn:  # then all seeds go through as the rows of one matrix
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            prepared = fake_quantize(w.to(dtype), spec)
-            assert prepared.dtype == dtype
-            assert torch.equal(prepared, _decode_independently(quantize(w.to(dtype), spec)).to(dtype)), (spelling, dtype)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if spec.granularity != "tensor" and not spec.double_quant:  # rows are independent: all seeds are those of one matrix
+        given = [(torch.cat(drawn), dtype) for dtype in dtypes]
+    else:
+        given = list(zip(drawn, itertools.cycle(dtypes)))
+    for w, dtype in given:
+        prepared = fake_quantize(w.to(dtype), spec)
+        assert prepared.dtype == dtype
+        assert torch.equal(prepared, _decode_independently(quantize(w.to(dtype), spec)).to(dtype)), (spelling, dtype)
 
 
 def _decode_independently(q: QTensor) -> torch.Tensor:
@@ -80,6 +85,7 @@ def test_relative_error_is_what_the_bits_allow(spelling):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 8), st.booleans(), st.sampled_from([8, 16, 32]), st.integers(0, 2**31), st.floats(1e-6, 1e4))
+@example(8, True, 8, 12200, 6903.6484375)
 def test_integer_codes_are_the_nearest_on_their_grid(bits, affine, group, seed, spread):
     spec = QuantSpec(format="int", bits=bits, granularity="group", group_size=group, symmetric=not affine, scale_dtype="float32")
     w = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed)) * spread
@@ -90,7 +96,8 @@ def test_integer_codes_are_the_nearest_on_their_grid(bits, affine, group, seed, 
     zero = 0 if q.zero is None else q.zero.double().repeat_interleave(group, 1)[..., None]
     best = ((every - zero) * scale - w.double()[..., None]).abs().amin(-1)
     mine = (q.dequantize().double() - w.double()).abs()
-    assert (mine <= best + 1e-5 * scale[..., 0] + 1e-12).all()
+    # in fp32 up to 255 steps are known to 2^-16 of one, on the way there and back
+    assert (mine <= best + 2**-14 * scale[..., 0] + 1e-12).all()
 
 
 def test_quantizing_again_with_the_same_grid_changes_nothing():

@@ -80,8 +80,8 @@ def test_a_step_that_saturation_would_hide_is_left_out_and_the_layer_named(make_
     """An Inf in the input saturates to 448: loss and gradient are finite, only the amax shows it."""
     prepare = LowPrecision.prepare
 
-    def poisoned(self, model):
-        prepare(self, model)
+    def poisoned(self, model, **where):
+        prepare(self, model, **where)
         layer, calls = model.get_submodule("model.layers.1.mlp.down_proj"), []
 
         def once(module, inputs):
