@@ -131,6 +131,7 @@ class Engine:
         # torch's OpenMP threads spin between the native runner's calls and double its step time.
         self._one_thread = not isinstance(runner, TorchRunner)
         self._dense_weight = dense_weight
+        self._agree: Callable[[int], int] = getattr(runner, "agree", lambda value: value)  # ranks of one model draw alike
         self._ahead = ahead if getattr(runner, "decodes_ahead", False) else 1
         self._step_s = 1.0  # seconds of a decoding step, as the last ones took
         self._num_steps = self._num_failed = self._num_prompt = self._num_cached = self._num_generated = 0
@@ -149,7 +150,7 @@ class Engine:
         prompt, params = self.encode(request.prompt), request.params
         self._check(prompt, params)
         limit = min(self.max_context, self._capacity) - len(prompt)
-        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(7), "little")
+        seed = params.seed if params.seed is not None else self._agree(int.from_bytes(os.urandom(7), "little"))
         request_id = request.id if request.id is not None else f"request-{next(self._names)}"
         with self._lock:
             if request_id in self._groups:

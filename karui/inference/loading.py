@@ -34,13 +34,14 @@ logger = logging.getLogger(__name__)
 # Grids that a message offers, with their bits per weight, scales included.
 FITTING = {"bf16": 16.0, "w8 or fp8": 8.1, "w4g128": 4.2, "w2g64": 2.3}
 RunnerChoice = Literal["auto", "native", "triton", "torch"]
-_OPTIONS = ("device", "runner", "dtype", "bit_exact", "activation_bits", "speculation", "kv_dtype", "memory", "max_context",
-            "max_tokens_per_step", "max_sequences", "block_size", "ahead")
+Parallel = Literal["tensor", "pipeline"]
+_OPTIONS = ("device", "runner", "dtype", "bit_exact", "activation_bits", "speculation", "parallel", "kv_dtype", "memory",
+            "max_context", "max_tokens_per_step", "max_sequences", "block_size", "ahead")
 
 
 def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", runner: RunnerChoice = "auto", dtype: str = "auto",
          bit_exact: bool = False, activation_bits: int | None = None, speculation: SpeculationConfig | str | None = None,
-         **options: Any) -> Engine:
+         parallel: Parallel | None = None, **options: Any) -> Engine:
     """An engine for `path`: a bundle, a model folder, or a name of the catalogue.
 
     Args:
@@ -52,6 +53,8 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
         activation_bits: 8: activations are quantized where weights are, to int8 for integer grids on a CPU (the default there),
             to E4M3 for FP8 grids on a GPU; 16: they are not (the default on a GPU). What a grid asks for (w8a8) is done anyway.
         speculation: a `SpeculationConfig` or its short spelling, such as "ngram:8".
+        parallel: "tensor" or "pipeline": the model lies on all ranks of the process group, each of which loads it so; torch
+            runner, without speculation (`models.parallel`).
         options: the arguments of `Engine`.
     """
     unknown = [name for name in options if name not in _OPTIONS]
@@ -60,8 +63,14 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
     spec = SpeculationConfig.parse(speculation) if isinstance(speculation, str) else speculation or SpeculationConfig()
     opened = open_model(find(path))
     config = from_hf(opened.config)
-    made = make_runner(opened, config, device=device, choice=runner, dtype=dtype, bit_exact=bit_exact,
-                       activation_bits=activation_bits)
+    if parallel is not None:
+        if spec.method != "none" or runner not in ("auto", "torch") or bit_exact or activation_bits == 8:
+            raise UnsupportedError("a model on several ranks runs on the torch runner, without speculation, bit_exact and "
+                                   "activation_bits=8.")
+        made = make_parallel(opened, config, parallel, device=device, dtype=dtype)
+    else:
+        made = make_runner(opened, config, device=device, choice=runner, dtype=dtype, bit_exact=bit_exact,
+                           activation_bits=activation_bits)
     tokenizer = load_tokenizer(opened.tokenizer_path)
     drafting = None
     if spec.method != "none":
@@ -80,6 +89,17 @@ def find(path: str | Path) -> Path:
     return Path(resolve(str(path)))
 
 
+def make_parallel(opened: Opened, config: ModelConfig, parallel: Parallel, *, device: str, dtype: str) -> Runner:
+    """A runner for this rank's part of the model."""
+    from karui.inference.models.parallel import PipelineRunner, TensorParallelRunner
+
+    kinds = {"tensor": TensorParallelRunner, "pipeline": PipelineRunner}
+    if parallel not in kinds:
+        raise KaruiError(f"parallel {parallel!r} is not known; use tensor or pipeline.")
+    where = _device(device)
+    return kinds[parallel](config, dict(opened.weights()), where, _dtype(dtype, where))
+
+
 def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", choice: RunnerChoice = "auto", dtype: str = "auto",
                 bit_exact: bool = False, activation_bits: int | None = None) -> Runner:
     """The runner asked for, or the best one that can serve the model, with the reason logged."""
@@ -87,9 +107,7 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", cho
         raise KaruiError(f"activation_bits must be 8 or 16, got {activation_bits}.")
     if choice not in ("auto", "native", "triton", "torch"):
         raise KaruiError(f"runner {choice!r} is not known; use auto, native, triton or torch.")
-    where = torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise KaruiError(f"device {device!r}: {no_gpu()}")
+    where = _device(device)
     if choice == "native" and where.type != "cpu":
         raise UnsupportedError(f"the native runner works on the CPU, not on {device}; use runner='auto' there.")
     if choice in ("auto", "native") and where.type == "cpu" and dtype == "auto":
@@ -103,10 +121,7 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", cho
             if choice == "native":
                 raise UnsupportedError(f"the native runner cannot serve {opened.path}: {error}") from error
             logger.info("runner: torch, because the native one cannot serve this model: %s", error)
-    dtypes = {"auto": torch.float32 if where.type == "cpu" else torch.bfloat16, "float32": torch.float32,
-              "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in dtypes:
-        raise KaruiError(f"dtype {dtype!r} is not known; use one of {', '.join(dtypes)}.{nearest(dtype, dtypes)}")
+    kept = _dtype(dtype, where)
     if choice == "triton" or (choice == "auto" and where.type == "cuda" and not bit_exact):
         from karui.inference.models.gpu import TritonRunner, unsuited
 
@@ -115,13 +130,28 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", cho
             raise UnsupportedError(f"the triton runner cannot serve {opened.path}: {reason or 'it has no bit-exact mode'}.")
         if not reason:
             logger.info("runner: triton")
-            with _said_when_full(opened, where, dtypes[dtype], packed=True):
-                return TritonRunner(config, dict(opened.weights()), where, dtypes[dtype], activation_bits=activation_bits or 16)
+            with _said_when_full(opened, where, kept, packed=True):
+                return TritonRunner(config, dict(opened.weights()), where, kept, activation_bits=activation_bits or 16)
         logger.info("runner: torch, because the triton one cannot serve this model: %s", reason)
     if activation_bits == 8:
         raise UnsupportedError("the torch runner computes with activations as they are; leave activation_bits out.")
-    with _said_when_full(opened, where, dtypes[dtype]):
-        return TorchRunner(config, dict(opened.weights()), where, dtypes[dtype], bit_exact)
+    with _said_when_full(opened, where, kept):
+        return TorchRunner(config, dict(opened.weights()), where, kept, bit_exact)
+
+
+def _device(device: str) -> torch.device:
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise KaruiError(f"device {device!r}: {no_gpu()}")
+    return where
+
+
+def _dtype(dtype: str, where: torch.device) -> torch.dtype:
+    dtypes = {"auto": torch.float32 if where.type == "cpu" else torch.bfloat16, "float32": torch.float32,
+              "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in dtypes:
+        raise KaruiError(f"dtype {dtype!r} is not known; use one of {', '.join(dtypes)}.{nearest(dtype, dtypes)}")
+    return dtypes[dtype]
 
 
 @contextlib.contextmanager

@@ -46,6 +46,8 @@ def plan(runner: Runner, kv_dtype: str, memory: int | str | None, max_context: i
     per_token = runner.kv_bytes_per_token(kv_dtype)
     budget = default_budget(torch.device(getattr(runner, "device", "cpu"))) if memory is None else parse_bytes(memory)
     affordable = budget // (per_token * block_size)
+    if hasattr(runner, "agree"):
+        affordable = runner.agree(affordable)
     wanted = max_context or model_context
     blocks = min(affordable, max_sequences * -(-wanted // block_size))
     sizes = f"{budget:,} bytes at {per_token:,} bytes per token ({kv_dtype}) hold {affordable * block_size:,} tokens"

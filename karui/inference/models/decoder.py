@@ -154,7 +154,7 @@ class TorchRunner:
     def _layers(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, spans: list[_Span],
                 adapters: dict[int, torch.Tensor], aux_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         c = self.config
-        x = self._embed(tokens)
+        x = self._enter(tokens)
         cos, sin = (t.to(self._wide)[:, None] for t in cos_sin(c, positions, self._frequencies))
         padded = _pad_decodes(spans, positions) if not self.bit_exact else None
         aux = []
@@ -179,7 +179,15 @@ class TorchRunner:
             h = self._norm(x, p + "post_attention_layernorm.weight")
             is_mixture = c.mixture is not None and c.mixture.layers[i]
             x = x + (self._mixture(h, p + "mlp") if is_mixture else self._gated(h, p + "mlp", adapters))
-        return x, torch.cat(aux, -1) if aux else None
+        return self._leave(x), torch.cat(aux, -1) if aux else None
+
+    def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The residual stream before the first layer held here."""
+        return self._embed(tokens)
+
+    def _leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream behind the model's last layer, given that behind the last one held here."""
+        return x
 
     def _gated(self, h: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
         gate = self._linear(h, f"{module}.gate_proj", adapters)

@@ -1,0 +1,174 @@
+"""One model on several ranks: its layers cut across (tensor parallelism, Megatron-LM, arXiv 1909.08053) or dealt out one after
+the other (pipeline parallelism).
+
+    torchrun --nproc_per_node 2 script.py        with torch.distributed.init_process_group("gloo" or "nccl") at its beginning
+    engine = Engine.load(path, parallel="tensor")
+
+Every rank runs the same script and the same engine on the same requests: schedules and draws are functions of what all ranks
+know, so nothing but activations is exchanged, and every rank has every answer. What would differ from rank to rank, the room for
+keys and the seeds of requests without one, is agreed on. What depends on clocks (speculation) is refused.
+
+    tensor      q, k, v, gate, up by rows and o, down by columns; two sums over the ranks per layer; weights and keys shrink alike
+    pipeline    whole layers; one hand-over per rank and step; a rank waits while others compute, so it saves memory, not time
+
+Embedding and head are on every rank. Quantized weights stay codes where a cut does not go through a group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from karui.configs.errors import KaruiError, UnsupportedError
+from karui.inference.models.config import ModelConfig
+from karui.inference.models.decoder import LoraWeights, TorchRunner
+from karui.inference.models.weights import Weights, check_weights
+from karui.kernels.qtensor import QTensor
+
+logger = logging.getLogger(__name__)
+
+_ROWS, _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+_CUT = ("int", "ternary", "binary", "fp8")  # formats whose codes and scales are cut; others are dequantized first
+
+
+class _Ranks(TorchRunner):
+    """What both have in common."""
+
+    supports_adapters = False
+
+    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32, group: Any = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise KaruiError("a model on several ranks needs a process group: start the script with torchrun and call "
+                             "torch.distributed.init_process_group at its beginning.")
+        self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
+        self.whole = config
+        super().__init__(self._own_config(), weights, device, dtype)
+
+    def load_weights(self, weights: Weights, partial: bool = False) -> None:
+        """As `TorchRunner.load_weights`; given are the whole model's weights on every rank."""
+        if partial:
+            raise UnsupportedError("a model on several ranks takes whole sets of weights, not parts.")
+        super().load_weights(self._own_weights(check_weights(self.whole, weights)))
+
+    def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
+        raise UnsupportedError("a model on several ranks serves no adapters; merge the adapter into the model.")
+
+    def agree(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        found = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self.group)
+        return int(found)
+
+    def _own_config(self) -> ModelConfig:
+        raise NotImplementedError
+
+    def _own_weights(self, weights: dict[str, QTensor | torch.Tensor]) -> dict[str, QTensor | torch.Tensor]:
+        raise NotImplementedError
+
+
+class TensorParallelRunner(_Ranks):
+    """Each rank has its share of the heads and of the feed-forward's width.
+
+    Raises:
+        UnsupportedError: heads or widths that the ranks do not divide, a mixture of experts, sub-norms (which need whole rows).
+    """
+
+    def _own_config(self) -> ModelConfig:
+        c, n = self.whole, self.world
+        if c.mixture is not None or c.sub_norms:
+            raise UnsupportedError("tensor parallelism serves no mixtures of experts and no models with sub-norms; use pipeline.")
+        sizes = {"attention heads": c.num_heads, "key heads": c.num_kv_heads, "intermediate size": c.intermediate_size}
+        if odd := next((f"{name}, {size}" for name, size in sizes.items() if size % n), None):
+            raise UnsupportedError(f"{n} ranks do not divide the model's {odd}; use another number of ranks, or pipeline.")
+        heads, kv_heads, width = (size // n for size in sizes.values())
+        return replace(c, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=width)
+
+    def _own_weights(self, weights: dict[str, QTensor | torch.Tensor]) -> dict[str, QTensor | torch.Tensor]:
+        found = dict(weights)
+        for name, w in weights.items():
+            module, _, kind = name.rpartition(".")
+            last = module.rpartition(".")[2]
+            if last in _ROWS:
+                found[name] = _cut(w, 0, self.rank, self.world, name)
+            elif last in _COLUMNS and kind == "weight":
+                found[name] = _cut(w, 1, self.rank, self.world, name)
+            elif last in _COLUMNS and self.rank:  # the sum over the ranks holds a bias once
+                assert isinstance(w, torch.Tensor)
+                found[name] = torch.zeros_like(w)
+        return found
+
+    def _linear(self, x: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
+        y = super()._linear(x, module, adapters)
+        if module.endswith(_COLUMNS):
+            dist.all_reduce(y, group=self.group)
+        return y
+
+
+class PipelineRunner(_Ranks):
+    """Each rank has some of the layers, the first ranks one more where they do not divide.
+
+    Raises:
+        UnsupportedError: more ranks than layers.
+    """
+
+    def _layers_of(self, rank: int) -> tuple[int, int]:
+        each, more = divmod(self.whole.num_layers, self.world)
+        first = rank * each + min(rank, more)
+        return first, first + each + (rank < more)
+
+    def _own_config(self) -> ModelConfig:
+        c = self.whole
+        if c.num_layers < self.world:
+            raise UnsupportedError(f"{self.world} ranks are more than the model's {c.num_layers} layers.")
+        first, last = self._layers_of(self.rank)
+        mixture = None if c.mixture is None else replace(c.mixture, layers=c.mixture.layers[first:last])
+        return replace(c, num_layers=last - first, sliding_window=c.sliding_window[first:last], mixture=mixture)
+
+    def _own_weights(self, weights: dict[str, QTensor | torch.Tensor]) -> dict[str, QTensor | torch.Tensor]:
+        first, last = self._layers_of(self.rank)
+        found = {name: w for name, w in weights.items() if not name.startswith("model.layers.")}
+        for name, w in weights.items():
+            if name.startswith("model.layers."):
+                number, rest = name.removeprefix("model.layers.").split(".", 1)
+                if first <= int(number) < last:
+                    found[f"model.layers.{int(number) - first}.{rest}"] = w
+        return found
+
+    def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.rank == 0:
+            return super()._enter(tokens)
+        x = torch.empty(len(tokens), self.config.hidden_size, dtype=self.dtype, device=self.device)
+        dist.recv(x, group=self.group, group_src=self.rank - 1)
+        return x
+
+    def _leave(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank + 1 < self.world:
+            dist.send(x.contiguous(), group=self.group, group_dst=self.rank + 1)
+        x = x.contiguous()
+        dist.broadcast(x, group=self.group, group_src=self.world - 1)
+        return x
+
+
+def _cut(w: QTensor | torch.Tensor, side: int, rank: int, world: int, name: str) -> QTensor | torch.Tensor:
+    """The rank's share of the rows (side 0) or columns (1)."""
+    if isinstance(w, torch.Tensor):
+        return w.chunk(world, side)[rank].clone()
+    spec, group = w.spec, w.spec.group_size
+    whole_groups = side == 0 or group is None or w.shape[1] // world % group == 0
+    if spec.format not in _CUT or w.extra or len(w.shape) != 2 or not whole_groups:
+        logger.info("%s is dequantized before it is cut: %s", name, spec)
+        return w.dequantize().chunk(world, side)[rank].clone()
+
+    def part(t: torch.Tensor | None) -> torch.Tensor | None:  # of scales and zeros: those of a row or a column's groups
+        return t if t is None or t.shape[side] == 1 else t.chunk(world, side)[rank].clone()
+
+    scale = part(w.scale)
+    assert scale is not None
+    shape = tuple(size // world if i == side else size for i, size in enumerate(w.shape))
+    return replace(w, codes=w.codes.chunk(world, side)[rank].clone(), scale=scale, zero=part(w.zero), shape=shape)
