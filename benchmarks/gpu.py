@@ -723,6 +723,7 @@ def lora(s: Sizes) -> list[Figure]:
 
 def engine(s: Sizes) -> list[Figure]:
     """Tokens per second of a prompt alone, beside transformers' generate, and of many at once; no prompt is met twice."""
+    from karui.inference.cache.kv import bytes_per_token
     from karui.inference.engine import Engine
     from karui.inference.models.config import from_hf
     from karui.inference.models.gpu import TritonRunner
@@ -732,6 +733,7 @@ def engine(s: Sizes) -> list[Figure]:
 
     model = llama(s.layers, **s.model).eval()
     config = from_hf(model.config.to_dict())
+    per_token = bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, "bfloat16")
 
     def prompts(count: int) -> list[list[int]]:
         return torch.randint(0, model.config.vocab_size, (count, s.prompt)).tolist()
@@ -755,7 +757,7 @@ def engine(s: Sizes) -> list[Figure]:
     for name, spec in (("bf16", None), (s.grid, s.grid)):
         made = {n: quantize(w, QuantSpec.parse(spec)) if spec and w.ndim == 2 and "embed" not in n else w for n, w in weights.items()}
         served = Engine(TritonRunner(config, made, DEVICE, torch.bfloat16 if GPU else torch.float32), kv_dtype="bfloat16",
-                        memory=2 * s.requests * (s.prompt + s.new + 64) * kv_bytes(config), max_context=s.prompt + s.new + 16, max_sequences=s.requests)  # fmt: skip
+                        memory=2 * s.requests * (s.prompt + s.new + 64) * per_token, max_context=s.prompt + s.new + 16, max_sequences=s.requests)  # fmt: skip
 
         def run(given: list[list[int]], served: Any = served) -> int:
             outputs = served.generate(given, SamplingParams(max_tokens=s.new))
@@ -766,11 +768,6 @@ def engine(s: Sizes) -> list[Figure]:
         del served, run
         settle()
     return figures
-
-
-def kv_bytes(config: Any) -> int:
-    """Of a token, in bf16."""
-    return 4 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
 def speed(s: Sizes, keep: Callable[[list[Figure]], None] = lambda figures: None) -> list[Figure]:

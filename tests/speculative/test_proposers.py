@@ -14,7 +14,7 @@ from karui.configs.errors import CorruptError, KaruiError
 from karui.inference.models.config import ModelConfig
 from karui.inference.speculative.base import Context, Observation, Proposer, Statistics
 from karui.inference.speculative.config import SpeculationConfig
-from karui.inference.speculative.draft_model import DraftModelProposer, check_vocabulary
+from karui.inference.speculative.draft_model import DraftModelProposer, NoRoomError, check_vocabulary
 from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer, default_aux_layers
 from karui.inference.speculative.factory import Speculator, load_eagle3, load_medusa, save_eagle3, save_medusa
 from karui.inference.speculative.lookahead import LookaheadProposer, NgramPool
@@ -143,6 +143,20 @@ def test_draft_model_feeds_only_what_is_new() -> None:
     assert decode(target, DraftModelProposer(drafter, 4, VOCAB), PROMPT, 101, statistics=statistics) == plain(target, PROMPT, 101)
     assert statistics.acceptance == 1.0 and statistics.tokens_per_step == 5.0
     assert drafter.fed <= len(PROMPT) + 101
+
+
+def test_a_drafter_that_is_full_hands_over_what_it_has_and_reads_nothing_twice() -> None:
+    class Small(MarkovDrafter):
+        def extend(self, handle: int, tokens: list[int], start: int) -> torch.Tensor:
+            if start + len(tokens) > 52:
+                raise NoRoomError("full")
+            return super().extend(handle, tokens, start)
+
+    target = Markov(VOCAB, seed=0)
+    drafter, statistics = Small(target), Statistics()
+    assert decode(target, DraftModelProposer(drafter, 4, VOCAB), PROMPT, 101, statistics=statistics) == plain(target, PROMPT, 101)
+    assert statistics.acceptance == 1.0 and statistics.accepted >= 52 - len(PROMPT) - 101 // 5
+    assert drafter.fed <= 52
 
 
 def test_draft_vocabulary_is_checked() -> None:

@@ -117,27 +117,29 @@ class PipelineRunner(_Ranks):
         UnsupportedError: more ranks than layers.
     """
 
-    def _layers_of(self, rank: int) -> tuple[int, int]:
+    def _own_layers(self) -> tuple[int, int]:
+        """The first one, and the one after the last."""
         each, more = divmod(self.whole.num_layers, self.world)
-        first = rank * each + min(rank, more)
-        return first, first + each + (rank < more)
+        first = self.rank * each + min(self.rank, more)
+        return first, first + each + (self.rank < more)
 
     def _own_config(self) -> ModelConfig:
         c = self.whole
         if c.num_layers < self.world:
             raise UnsupportedError(f"{self.world} ranks are more than the model's {c.num_layers} layers.")
-        first, last = self._layers_of(self.rank)
+        first, last = self._own_layers()
         mixture = None if c.mixture is None else replace(c.mixture, layers=c.mixture.layers[first:last])
         return replace(c, num_layers=last - first, sliding_window=c.sliding_window[first:last], mixture=mixture)
 
     def _own_weights(self, weights: dict[str, QTensor | torch.Tensor]) -> dict[str, QTensor | torch.Tensor]:
-        first, last = self._layers_of(self.rank)
-        found = {name: w for name, w in weights.items() if not name.startswith("model.layers.")}
+        first, last = self._own_layers()
+        found = {}
         for name, w in weights.items():
-            if name.startswith("model.layers."):
-                number, rest = name.removeprefix("model.layers.").split(".", 1)
-                if first <= int(number) < last:
-                    found[f"model.layers.{int(number) - first}.{rest}"] = w
+            number, _, rest = name.removeprefix("model.layers.").partition(".")
+            if not name.startswith("model.layers."):
+                found[name] = w
+            elif first <= int(number) < last:
+                found[f"model.layers.{int(number) - first}.{rest}"] = w
         return found
 
     def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -148,9 +150,9 @@ class PipelineRunner(_Ranks):
         return x
 
     def _leave(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rank + 1 < self.world:
-            dist.send(x.contiguous(), group=self.group, group_dst=self.rank + 1)
         x = x.contiguous()
+        if self.rank + 1 < self.world:
+            dist.send(x, group=self.group, group_dst=self.rank + 1)
         dist.broadcast(x, group=self.group, group_src=self.world - 1)
         return x
 

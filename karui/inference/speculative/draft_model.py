@@ -30,7 +30,7 @@ class Drafter(Protocol):
 
     def extend(self, handle: int, tokens: Sequence[int], start: int) -> torch.Tensor:
         """Drop what lies at `start` and behind, append `tokens` there, return the last one's logits [V] fp32. Raises
-        `NoRoomError`; the sequence is then to be closed."""
+        `NoRoomError`, having appended none of them."""
 
     def close(self, handle: int) -> None:
         """Forget the sequence."""
@@ -98,8 +98,11 @@ class DraftModelProposer:
             try:
                 logits = self.drafter.extend(self.handle, pending, start)
             except NoRoomError:
-                self.reset()
-                return NOTHING
+                if not tokens:
+                    self.reset()
+                    return NOTHING
+                self.cached.pop()  # what was drafted so far stands, and its keys stay
+                break
             start += len(pending)
             if context.distribution is None:
                 tokens.append(int(logits.argmax()))
@@ -107,9 +110,10 @@ class DraftModelProposer:
                 rows.append(np.asarray(context.distribution(logits), dtype=np.float64))
                 tokens.append(draw(rows[-1], uniform(context.seed, length + len(tokens), DRAFT)))
             if len(tokens) == count:
-                return Draft(tokens=tokens, q=np.stack(rows) if rows else None)
+                break
             pending = tokens[-1:]
             self.cached.append(tokens[-1])
+        return Draft(tokens=tokens, q=np.stack(rows) if rows else None)
 
 
 class RunnerDrafter:
