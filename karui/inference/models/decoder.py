@@ -1,6 +1,6 @@
 """The reference runner: all of `config.SUPPORTED` as one decoder over a dictionary of weights, in plain torch.
 
-Legend for shapes: T tokens in the step, S sequences, H hidden, A attention heads, G kv heads, D head_dim, C keys seen.
+Legend for shapes: T tokens in the step, H hidden.
 
 Quantized weights stay codes in memory and are dequantized in each linear; the native runner multiplies with the codes.
 `bit_exact=True` runs the step token by token: every token then goes through the same one-row program over the same keys,
@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
 from karui.inference.cache.kv import KVStore, bytes_per_token
+from karui.inference.models.attention import attend
 from karui.inference.models.config import ModelConfig
-from karui.inference.models.rope import cos_sin, inverse_frequencies
+from karui.inference.models.rope import cos_sin, inverse_frequencies, rotate
+from karui.inference.models.step import Step
 from karui.inference.models.weights import Weights, check_weights, nbytes
 from karui.kernels.qtensor import QTensor
 
@@ -33,17 +35,6 @@ class LoraWeights:
     b: torch.Tensor
     scale: float
     row_scale: torch.Tensor | None = None
-
-
-@dataclass
-class _Span:
-    """Rows start..stop of the step are one sequence's and see the keys at `slots` [C]; `visible` [q, C] bool or None = all."""
-
-    start: int
-    stop: int
-    slots: torch.Tensor
-    key_positions: torch.Tensor
-    visible: torch.Tensor | None
 
 
 class TorchRunner:
@@ -98,16 +89,11 @@ class TorchRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> StepOutput:
-        spans = self._spans(batch)
-        tokens, positions, slots = (x.long().to(self.device) for x in (batch.tokens, batch.positions, batch.slots))
-        adapters = self._adapter_rows(batch)
+        step = Step.of(batch, self._block_size, self._adapter_rows(batch), self.device)
         if not self.bit_exact:
-            x, aux = self._layers(tokens, positions, slots, spans, adapters, batch.aux_layers)
+            x, aux = self._layers(step, batch.aux_layers)
         else:
-            first = torch.zeros(1, dtype=torch.long, device=self.device)
-            rows = [self._layers(tokens[r:r + 1], positions[r:r + 1], slots[r:r + 1], [_one_row(span, r)],
-                                 {a: first for a, at in adapters.items() if r in at}, batch.aux_layers)
-                    for span in spans for r in range(span.start, span.stop)]
+            rows = [self._layers(one, batch.aux_layers) for one in step.rows()]
             x = torch.cat([row for row, _ in rows])
             aux = torch.cat([a for _, a in rows if a is not None]) if batch.aux_layers else None
         wanted = x[batch.logit_rows.long().to(self.device)]
@@ -151,35 +137,36 @@ class TorchRunner:
 
     # -- the decoder
 
-    def _layers(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, spans: list[_Span],
-                adapters: dict[int, torch.Tensor], aux_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _layers(self, step: Step, aux_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         c = self.config
-        x = self._enter(tokens)
-        cos, sin = (t.to(self._wide)[:, None] for t in cos_sin(c, positions, self._frequencies))
-        padded = _pad_decodes(spans, positions) if not self.bit_exact else None
+        x = self._enter(step.tokens)
+        step.cos, step.sin = (t.to(self._wide)[:, None] for t in cos_sin(c, step.positions, self._frequencies))
         aux = []
         for i in range(c.num_layers):
             if i in aux_layers:
                 aux.append(x)
             p = f"model.layers.{i}."
-            h = self._norm(x, p + "input_layernorm.weight")
-            q = self._linear(h, p + "self_attn.q_proj", adapters).unflatten(-1, (c.num_heads, c.head_dim))
-            k = self._linear(h, p + "self_attn.k_proj", adapters).unflatten(-1, (c.num_kv_heads, c.head_dim))
-            v = self._linear(h, p + "self_attn.v_proj", adapters).unflatten(-1, (c.num_kv_heads, c.head_dim))
-            if c.qk_norm:
-                q, k = self._norm(q, p + "self_attn.q_norm.weight"), self._norm(k, p + "self_attn.k_norm.weight")
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-            assert self._kv is not None, "allocate() first"
-            self._kv.write(i, slots, k, v)
-            mixed = self._attention(i, q, positions, spans, padded)
-            mixed = mixed.flatten(-2)
-            if c.sub_norms:
-                mixed = self._norm(mixed, p + "self_attn.attn_sub_norm.weight")
-            x = x + self._linear(mixed, p + "self_attn.o_proj", adapters)
+            x = x + self._mix(i, self._norm(x, p + "input_layernorm.weight"), step)
             h = self._norm(x, p + "post_attention_layernorm.weight")
             is_mixture = c.mixture is not None and c.mixture.layers[i]
-            x = x + (self._mixture(h, p + "mlp") if is_mixture else self._gated(h, p + "mlp", adapters))
+            x = x + (self._mixture(h, p + "mlp") if is_mixture else self._gated(h, p + "mlp", step.adapters))
         return self._leave(x), torch.cat(aux, -1) if aux else None
+
+    def _mix(self, layer: int, h: torch.Tensor, step: Step) -> torch.Tensor:
+        """h [T, H] -> [T, H]: what one layer mixes among the tokens of a sequence."""
+        c, p = self.config, f"model.layers.{layer}.self_attn."
+        q = self._linear(h, p + "q_proj", step.adapters).unflatten(-1, (c.num_heads, c.head_dim))
+        k = self._linear(h, p + "k_proj", step.adapters).unflatten(-1, (c.num_kv_heads, c.head_dim))
+        v = self._linear(h, p + "v_proj", step.adapters).unflatten(-1, (c.num_kv_heads, c.head_dim))
+        if c.qk_norm:
+            q, k = self._norm(q, p + "q_norm.weight"), self._norm(k, p + "k_norm.weight")
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        assert self._kv is not None, "allocate() first"
+        self._kv.write(layer, step.slots, k, v)
+        mixed = attend(self._kv, layer, q, step, c.sliding_window[layer] if c.sliding_window else None).flatten(-2)
+        if c.sub_norms:
+            mixed = self._norm(mixed, p + "attn_sub_norm.weight")
+        return self._linear(mixed, p + "o_proj", step.adapters)
 
     def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
         """The residual stream before the first layer held here."""
@@ -212,25 +199,6 @@ class TorchRunner:
         if m.shared_width:
             gate = self._linear(h, f"{module}.shared_expert_gate", {}).sigmoid()
             out = out + gate * self._gated(h, f"{module}.shared_expert", {})
-        return out
-
-    def _attention(self, layer: int, q: torch.Tensor, positions: torch.Tensor, spans: list[_Span],
-                   padded: _PaddedDecodes | None) -> torch.Tensor:
-        """q [T, A, D] -> [T, A, D], each sequence over its own keys; one-row sequences go together, padded."""
-        assert self._kv is not None
-        window = self.config.sliding_window[layer] if self.config.sliding_window else None
-        out = torch.empty_like(q)
-        if padded is not None:
-            k, v = self._kv.read(layer, padded.slots, self.dtype)
-            out[padded.rows] = _sdpa(q[padded.rows][:, None], k, v, padded.mask(window))[:, 0]
-        for span in spans if padded is None else padded.others:
-            k, v = self._kv.read(layer, span.slots, self.dtype)
-            visible = span.visible
-            if window is not None:
-                near = span.key_positions[None] > positions[span.start:span.stop, None] - window
-                visible = near if visible is None else visible & near
-            rows = slice(span.start, span.stop)
-            out[rows] = _sdpa(q[None, rows], k[None], v[None], None if visible is None else visible[None, None])[0]
         return out
 
     def _linear(self, x: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -267,24 +235,6 @@ class TorchRunner:
 
     # -- reading the batch
 
-    def _spans(self, batch: StepBatch) -> list[_Span]:
-        starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
-        tables = batch.block_tables.long()
-        spans = []
-        for s, context in enumerate(contexts):
-            start, stop = starts[s], starts[s + 1]
-            q, index = stop - start, torch.arange(context)
-            slots = tables[s, index // self._block_size] * self._block_size + index % self._block_size
-            own = batch.tree_masks[s] if batch.tree_masks else None
-            key_positions, visible = index, None
-            if own is not None or q > 1:
-                if own is None:
-                    own = torch.ones(q, q, dtype=torch.bool).tril()
-                visible = torch.cat([torch.ones(q, context - q, dtype=torch.bool), own.to(torch.bool)], 1).to(self.device)
-                key_positions = torch.cat([index[:context - q], batch.positions[start:stop].long()])
-            spans.append(_Span(start, stop, slots.to(self.device), key_positions.to(self.device), visible))
-        return spans
-
     def _adapter_rows(self, batch: StepBatch) -> dict[int, torch.Tensor]:
         if batch.adapters is None:
             return {}
@@ -297,55 +247,6 @@ class TorchRunner:
                 raise KaruiError(f"adapter slot {slot} is empty; load the adapter before sending requests to it.")
             rows.setdefault(slot, []).extend(range(starts[s], starts[s + 1]))
         return {slot: torch.tensor(at, device=self.device) for slot, at in rows.items()}
-
-
-class _PaddedDecodes:
-    """The one-row sequences of a step, their keys padded to the longest: slots [S, C], and a mask per window."""
-
-    def __init__(self, spans: list[_Span], others: list[_Span], positions: torch.Tensor) -> None:
-        self.others = others
-        self.rows = torch.tensor([span.start for span in spans], device=positions.device)
-        lengths = torch.tensor([len(span.slots) for span in spans], device=positions.device)
-        self.slots = torch.nn.utils.rnn.pad_sequence([span.slots for span in spans], batch_first=True)
-        index = torch.arange(self.slots.shape[1], device=positions.device)
-        self._real, self._age = index < lengths[:, None], positions[self.rows][:, None] - index
-        self._masks: dict[int | None, torch.Tensor] = {}
-
-    def mask(self, window: int | None) -> torch.Tensor:
-        if window not in self._masks:
-            seen = self._real if window is None else self._real & (self._age < window)
-            self._masks[window] = seen[:, None, None]
-        return self._masks[window]
-
-
-def _pad_decodes(spans: list[_Span], positions: torch.Tensor) -> _PaddedDecodes | None:
-    single = [span for span in spans if span.stop - span.start == 1 and span.visible is None]
-    if len(single) < 2:
-        return None
-    return _PaddedDecodes(single, [span for span in spans if span not in single], positions)
-
-
-def _one_row(span: _Span, row: int) -> _Span:
-    """The same sequence as seen by one of its rows: only the keys that row may see, in order."""
-    if span.visible is None:
-        return replace(span, start=0, stop=1)
-    seen = span.visible[row - span.start]
-    return _Span(0, 1, span.slots[seen], span.key_positions[seen], None)
-
-
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """q [S, q, A, D] over k, v [S, C, G, D] -> [S, q, A, D]; mask bool, broadcast over heads."""
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] with cos, sin [T, 1, D/2]; pairs are (i, i + D/2)."""
-    a, b = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 def _int8_per_token(x: torch.Tensor) -> torch.Tensor:

@@ -104,3 +104,9 @@ def _yarn(f: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, float]:
         both = rope.get("mscale") and rope.get("mscale_all_dim")
         factor = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"]) if both else mscale()
     return f / scale * ramp + f * (1 - ramp), float(factor)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] with cos, sin [T, 1, D/2]; pairs are (i, i + D/2)."""
+    a, b = x.to(cos.dtype).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

@@ -1,0 +1,38 @@
+"""Attention of a step's rows over the paged keys of their own sequences, in plain torch: MHA, MQA, GQA, sliding windows, trees.
+
+Legend for shapes: T tokens in the step, S sequences, A attention heads, G kv heads, D head_dim, C keys seen, q a sequence's rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from karui.inference.cache.kv import KVStore
+from karui.inference.models.step import Step
+
+
+def attend(kv: KVStore, layer: int, q: torch.Tensor, step: Step, window: int | None) -> torch.Tensor:
+    """q [T, A, D] -> [T, A, D], each sequence over its own keys; one-row sequences go together, padded."""
+    out = torch.empty_like(q)
+    if step.padded is not None:
+        k, v = kv.read(layer, step.padded.slots, q.dtype)
+        out[step.padded.rows] = sdpa(q[step.padded.rows][:, None], k, v, step.padded.mask(window))[:, 0]
+    for span in step.spans if step.padded is None else step.padded.others:
+        k, v = kv.read(layer, span.slots, q.dtype)
+        visible = span.visible
+        if window is not None:
+            near = span.key_positions[None] > step.positions[span.start:span.stop, None] - window
+            visible = near if visible is None else visible & near
+        rows = slice(span.start, span.stop)
+        out[rows] = sdpa(q[None, rows], k[None], v[None], None if visible is None else visible[None, None])[0]
+    return out
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """q [S, q, A, D] over k, v [S, C, G, D] -> [S, q, A, D]; mask bool, broadcast over heads."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)

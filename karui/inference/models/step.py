@@ -1,0 +1,106 @@
+"""`Step`: a `StepBatch` as the torch runners read it, on their device, with the keys that each sequence sees.
+
+Legend for shapes: T tokens in the step, S sequences, C keys seen, q rows of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from karui.inference.batch import StepBatch
+
+
+@dataclass
+class Span:
+    """Rows start..stop of the step are one sequence's and see the keys at `slots` [C]; `visible` [q, C] bool or None = all."""
+
+    start: int
+    stop: int
+    slots: torch.Tensor
+    key_positions: torch.Tensor
+    visible: torch.Tensor | None
+
+    def row(self, row: int) -> Span:
+        """The same sequence as seen by one of its rows: only the keys that row may see, in order."""
+        if self.visible is None:
+            return replace(self, start=0, stop=1)
+        seen = self.visible[row - self.start]
+        return Span(0, 1, self.slots[seen], self.key_positions[seen], None)
+
+
+class PaddedDecodes:
+    """The one-row sequences of a step, their keys padded to the longest: slots [S, C], and a mask per window. `others` are the
+    sequences with more rows."""
+
+    def __init__(self, spans: list[Span], others: list[Span], positions: torch.Tensor) -> None:
+        self.others = others
+        self.rows = torch.tensor([span.start for span in spans], device=positions.device)
+        lengths = torch.tensor([len(span.slots) for span in spans], device=positions.device)
+        self.slots = torch.nn.utils.rnn.pad_sequence([span.slots for span in spans], batch_first=True)
+        index = torch.arange(self.slots.shape[1], device=positions.device)
+        self._real, self._age = index < lengths[:, None], positions[self.rows][:, None] - index
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        if window not in self._masks:
+            seen = self._real if window is None else self._real & (self._age < window)
+            self._masks[window] = seen[:, None, None]
+        return self._masks[window]
+
+
+@dataclass
+class Step:
+    """tokens, positions, slots: [T] int64. adapters: rows of each adapter slot in use. padded: the one-row sequences together, if
+    there are several. cos, sin: [T, 1, D/2] of the rotation, set by the runner."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    spans: list[Span]
+    adapters: dict[int, torch.Tensor]
+    padded: PaddedDecodes | None = None
+    cos: torch.Tensor = field(default_factory=torch.Tensor)
+    sin: torch.Tensor = field(default_factory=torch.Tensor)
+
+    @staticmethod
+    def of(batch: StepBatch, block_size: int, adapters: dict[int, torch.Tensor], device: torch.device) -> Step:
+        tokens, positions, slots = (x.long().to(device) for x in (batch.tokens, batch.positions, batch.slots))
+        spans = _spans(batch, block_size, device)
+        return Step(tokens, positions, slots, spans, adapters, _pad_decodes(spans, positions))
+
+    def rows(self) -> Iterator[Step]:
+        """Each token as a step of its own, in order."""
+        first = torch.zeros(1, dtype=torch.long, device=self.positions.device)
+        for span in self.spans:
+            for r in range(span.start, span.stop):
+                yield Step(self.tokens[r:r + 1], self.positions[r:r + 1], self.slots[r:r + 1], [span.row(r)],
+                           {a: first for a, at in self.adapters.items() if r in at})
+
+
+def _spans(batch: StepBatch, block_size: int, device: torch.device) -> list[Span]:
+    starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
+    tables = batch.block_tables.long()
+    spans = []
+    for s, context in enumerate(contexts):
+        start, stop = starts[s], starts[s + 1]
+        q, index = stop - start, torch.arange(context)
+        slots = tables[s, index // block_size] * block_size + index % block_size
+        own = batch.tree_masks[s] if batch.tree_masks else None
+        key_positions, visible = index, None
+        if own is not None or q > 1:
+            if own is None:
+                own = torch.ones(q, q, dtype=torch.bool).tril()
+            visible = torch.cat([torch.ones(q, context - q, dtype=torch.bool), own.to(torch.bool)], 1).to(device)
+            key_positions = torch.cat([index[:context - q], batch.positions[start:stop].long()])
+        spans.append(Span(start, stop, slots.to(device), key_positions.to(device), visible))
+    return spans
+
+
+def _pad_decodes(spans: list[Span], positions: torch.Tensor) -> PaddedDecodes | None:
+    single = [span for span in spans if span.stop - span.start == 1 and span.visible is None]
+    if len(single) < 2:
+        return None
+    return PaddedDecodes(single, [span for span in spans if span not in single], positions)
