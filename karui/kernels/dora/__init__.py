@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+_HAIR = 1e-20
+
 
 def squared_row_norms(weight: torch.Tensor) -> torch.Tensor:
     """||W||^2 per row of W [out, in], summed in float64, fp32 (float64 for a float64 weight) [out]."""
@@ -39,32 +41,35 @@ def row_norms(
 
 
 def scale_rows(y: torch.Tensor, magnitude: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """y [..., out] times m / n; gradients to y and to m, none to n. A row of norm 0 gives 0.
+    """y [..., out] times m / n; gradients to y and to m, none to n. A row of norm 0 gives 0, a magnitude of 0 at most 1e-20 |y|.
 
-    Keeps its own output for the backward pass, which whatever comes next usually keeps as well, and nothing else of that size.
+    Keeps its own output for the backward pass (in fp16 its input), which whatever comes next usually keeps as well, and nothing
+    else of that size.
     """
     return _ScaleRows.apply(y, magnitude, norm)
 
 
 class _ScaleRows(torch.autograd.Function):
+    """dm = sum of dy y / n, and y = out / gain. A gain of 0 would have nothing to divide, so it is kept above by a hair that no
+    sum notices; to ask which gains are 0 would make the host wait for the GPU in every layer. fp16 has no such number."""
+
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, magnitude: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         inverse = torch.where(norm > 0, 1 / norm, torch.zeros_like(norm))
         gain = (magnitude * inverse).to(y.dtype)
+        ctx.divides = y.dtype != torch.float16
+        if ctx.divides:
+            gain = torch.where((gain.abs() < _HAIR) & (inverse > 0), torch.full_like(gain, _HAIR), gain)
         out = y * gain
-        # dm = sum of dy y / n, and y = out / gain, except where the gain is 0: those columns are kept as they were
-        flat = gain == 0
-        zero = flat.nonzero().squeeze(-1) if bool(flat.any()) else None
-        ctx.save_for_backward(out, gain, inverse, zero, None if zero is None else y[..., zero])
+        ctx.save_for_backward(out if ctx.divides else y, gain, inverse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        out, gain, inverse, zero, kept = ctx.saved_tensors
+        kept, gain, inverse = ctx.saved_tensors
         dy, dm = grads[0], None
         if ctx.needs_input_grad[1]:
-            sums = (dy * out).flatten(0, -2).sum(0, dtype=inverse.dtype)
-            dm = torch.where(gain == 0, torch.zeros_like(sums), sums / gain.to(sums.dtype)) * inverse
-            if zero is not None:
-                dm[zero] = (dy[..., zero] * kept).flatten(0, -2).sum(0, dtype=inverse.dtype) * inverse[zero]
+            dm = (dy * kept).flatten(0, -2).sum(0, dtype=inverse.dtype) * inverse
+            if ctx.divides:
+                dm = torch.where(inverse > 0, dm / gain.to(dm.dtype), torch.zeros_like(dm))
         return (dy * gain if ctx.needs_input_grad[0] else None), dm, None

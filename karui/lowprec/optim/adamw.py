@@ -80,15 +80,18 @@ class AdamWLowState(torch.optim.Optimizer):
             raise KaruiError("AdamW with small states takes dense gradients.")
         state = self.state[p]
         small = p.numel() < _SMALLEST or self.kind == "fp32"
-        home = torch.device("cpu") if self.offload else p.device
+
+        def there(name: str) -> torch.Tensor:
+            return state[name].to(p.device, non_blocking=True)
+
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             m = v = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
         elif small:
-            m, v = state["exp_avg"].to(p.device), state["exp_avg_sq"].to(p.device)
+            m, v = there("exp_avg"), there("exp_avg_sq")
         else:
-            m = decode(state["exp_avg"].to(p.device), state["exp_avg_scale"].to(p.device))
-            v = decode(state["exp_root"].to(p.device), state["exp_root_scale"].to(p.device), up=True).square_()
+            m = decode(there("exp_avg"), there("exp_avg_scale"))
+            v = decode(there("exp_root"), there("exp_root_scale"), up=True).square_()
         b1, b2 = group["betas"]
         state["step"] += 1
         t = float(state["step"])
@@ -107,11 +110,28 @@ class AdamWLowState(torch.optim.Optimizer):
         else:
             p.copy_(w)
         if small:
-            state["exp_avg"], state["exp_avg_sq"] = m.to(home), v.to(home)
+            self._keep(state, {"exp_avg": m, "exp_avg_sq": v})
         else:
             for name, value, up in (("exp_avg", m, False), ("exp_root", v.sqrt_(), True)):
                 codes, scale = encode(value, self.kind, up=up)
-                state[name], state[f"{name}_scale"] = codes.to(home), scale.to(home)
+                self._keep(state, {name: codes, f"{name}_scale": scale})
+
+    def _keep(self, state: dict[str, Any], new: dict[str, torch.Tensor]) -> None:
+        """Put new states where they live between steps. From a GPU they go to pinned memory, which it reads and writes by itself
+        while the host goes on with the next parameter."""
+        for name, value in new.items():
+            if not self.offload or not value.is_cuda:
+                state[name] = value
+                continue
+            if name not in state or not state[name].is_pinned():
+                state[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            state[name].copy_(value, non_blocking=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, after what is on its way to main memory has arrived."""
+        if self.offload and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but codes keep their dtype: torch would cast every state to the parameter's.
