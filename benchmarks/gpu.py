@@ -483,7 +483,7 @@ def random_weight(n: int, k: int, group: int) -> Any:
     from karui.kernels.gemm_weight import PackedWeight
 
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
-    return PackedWeight(data, torch.rand(n, k // group, device=DEVICE).half(), None, None, 4, 8, (n, k))
+    return PackedWeight(data, torch.rand(n, k // group, device=DEVICE).half(), None, 4, 8, (n, k))
 
 
 def experts(s: Sizes, bf16: float, copied: float) -> list[Figure]:

@@ -19,7 +19,7 @@ from karui.kernels.lora import frozen_linear
 from karui.kernels.pack import pack, unpack
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import quantize
-from karui.kernels.quantize.nf4 import CODEBOOK, block_absmax, codebook
+from karui.kernels.quantize.nf4 import CODEBOOK, block_absmax
 from karui.kernels.triton_support import obstacle
 
 
@@ -87,9 +87,7 @@ class QuantizedLinear(nn.Module):
         scale = self._scales() if nf4 else self.scale
         scale = scale.reshape(-1, scale.shape[-1]).expand(self.out_features, -1).contiguous()
         shape = self.out_features, self.in_features
-        if nf4:
-            return PackedWeight(data, scale, None, codebook(data.device), 4, 0, shape, high_first=True, form="table")
-        return PackedWeight(data, scale, None, None, 4, 8, shape, high_first=True)
+        return PackedWeight(data, scale, None, 4, 0 if nf4 else 8, shape, high_first=True, form="nf4" if nf4 else "int")
 
     def qtensor(self) -> QTensor:
         """The weight as a `QTensor` (codes unpacked)."""

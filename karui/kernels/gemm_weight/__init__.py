@@ -23,15 +23,14 @@ from karui.kernels.gemm_grouped import Groups, gemm_grouped
 from karui.kernels.gemm_weight import reference
 from karui.kernels.pack import pack
 from karui.kernels.qtensor import QTensor
-from karui.kernels.quantize.elements import E2M1, values
 from karui.kernels.quantize.microscaling import e8m0_value
-from karui.kernels.quantize.nf4 import block_absmax, codebook
+from karui.kernels.quantize.nf4 import block_absmax
 from karui.kernels.triton_support import Backend, use_triton
 
 # From this many rows on decoding W once and calling cuBLAS costs less than decoding it in every row of tiles.
 DEQUANTIZE_ROWS = 512
 
-Form = Literal["int", "table", "e4m3", "nvfp4"]
+Form = Literal["int", "nf4", "e4m3", "e2m1", "nvfp4"]
 _BITS = {"ternary": 2, "binary": 2, "nf4": 4, "fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}
 
 
@@ -39,8 +38,9 @@ _BITS = {"ternary": 2, "binary": 2, "nf4": 4, "fp8": 8, "mxfp8": 8, "mxfp4": 4, 
 class PackedWeight:
     """W [N, K] as codes. What a code stands for is its `form`:
 
-        int      (code - zero) * scale                table    table[code] * scale (nf4, mxfp4)
-        e4m3     E4M3 * scale (fp8, mxfp8)            nvfp4    E2M1 * (scale / divisor)
+        int      (code - zero) * scale                nf4      its table's entry * scale
+        e4m3     E4M3 * scale (fp8, mxfp8)            e2m1     E2M1 * scale (mxfp4)
+        nvfp4    E2M1 * (scale / divisor)
 
     data: uint8 [N, K * bits / 8], lowest bits first (4 bits with high_first: the first of a pair in the high half).
     scale: fp32, bf16 or fp16 [N, G]; nvfp4: float8_e4m3fn [N, K / 16].
@@ -50,7 +50,6 @@ class PackedWeight:
     data: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
-    table: torch.Tensor | None
     bits: int
     middle: int
     shape: tuple[int, int]
@@ -63,7 +62,7 @@ class PackedWeight:
         return self.shape[1] // self.scale.shape[1]
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        held = {name: getattr(self, name) for name in ("data", "scale", "zero", "table", "divisor")}
+        held = {name: getattr(self, name) for name in ("data", "scale", "zero", "divisor")}
         moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
         return replace(self, **moved)
 
@@ -96,12 +95,12 @@ def pack_weight(q: QTensor) -> PackedWeight:
     n, k = q.shape
     if k % (8 // bits):
         raise UnsupportedError(f"{q.spec}: an input width of {k} does not fill whole bytes of {bits}-bit codes.")
-    table, middle, divisor, codes, scale = None, 0, None, q.codes, q.scale
+    middle, divisor, codes, scale = 0, None, q.codes, q.scale
     form: Form = "int"
-    if q.spec.format in ("nf4", "mxfp4"):
-        form, nf4 = "table", q.spec.format == "nf4"
-        scale = block_absmax(q) if nf4 else e8m0_value(q.scale.view(torch.uint8))
-        table = codebook(codes.device) if nf4 else values(E2M1).to(codes.device)
+    if q.spec.format == "nf4":
+        form, scale = "nf4", block_absmax(q)
+    elif q.spec.format == "mxfp4":
+        form, scale = "e2m1", e8m0_value(q.scale.view(torch.uint8))
     elif q.spec.format in ("fp8", "mxfp8"):
         form, codes = "e4m3", codes.view(torch.uint8)
         scale = e8m0_value(q.scale.view(torch.uint8)) if q.spec.format == "mxfp8" else scale
@@ -117,7 +116,7 @@ def pack_weight(q: QTensor) -> PackedWeight:
         raise UnsupportedError(f"{q.spec}: groups of {group}; the kernels take powers of two from 32 on, or whole rows.")
     zero = None if q.zero is None else q.zero.contiguous()
     data = pack(codes, bits).contiguous()
-    return PackedWeight(data, scale.contiguous(), zero, table, bits, middle, (n, k), form=form, divisor=divisor)
+    return PackedWeight(data, scale.contiguous(), zero, bits, middle, (n, k), form=form, divisor=divisor)
 
 
 def gemm_weight(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto",

@@ -9,6 +9,7 @@ import torch
 
 from karui.kernels.pack import unpack
 from karui.kernels.quantize.elements import E2M1, decode
+from karui.kernels.quantize.nf4 import codebook
 
 if TYPE_CHECKING:
     from karui.kernels.gemm_grouped import Groups
@@ -27,9 +28,10 @@ def dequantize(w: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Ten
     if w.form == "int":
         zero = w.middle if w.zero is None else w.zero.float().unsqueeze(-1)
         value = c.float().view(*scale.shape, -1) - zero
-    elif w.form == "table":
-        assert w.table is not None
-        value = w.table[c.int()].view(*scale.shape, -1)
+    elif w.form == "nf4":
+        value = codebook(c.device)[c.int()].view(*scale.shape, -1)
+    elif w.form == "e2m1":
+        value = decode(c, E2M1).view(*scale.shape, -1)
     elif w.form == "e4m3":
         value = c.view(torch.float8_e4m3fn).float().view(*scale.shape, -1)
     else:

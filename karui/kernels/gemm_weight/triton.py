@@ -23,6 +23,8 @@ import triton.language as tl
 
 from karui.kernels.gemm_grouped import Groups
 from karui.kernels.gemm_weight import PackedWeight
+from karui.kernels.quantize.elements import E2M1, values
+from karui.kernels.quantize.nf4 import codebook
 from karui.kernels.triton_support import capability, interpreting, num_processors
 from karui.kernels.triton_support.codecs import decode_e2m1, decode_e4m3, encode_e4m3
 from karui.kernels.triton_support.offline import WIDE_LOADS, Case
@@ -54,6 +56,54 @@ def _halves(packed):
     return tl.inline_asm_elementwise(_ASM, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
 
 
+def _lookup_asm(entries: list[int]) -> str:
+    """Four bytes of two 4-bit codes each -> bf16 table entries: low codes in $0, $1, high codes in $2, $3.
+
+    `prmt` picks four bytes out of eight by four indices of 3 bits, so 16 entries take two picks for their low bytes and two for
+    their high ones; the code's fourth bit chooses between the two (its own index plus 4), and a last pair joins the bytes.
+    """
+
+    def words(shift: int) -> list[str]:
+        each = [entry >> shift & 0xFF for entry in entries]
+        return [f"0x{sum(e << 8 * i for i, e in enumerate(each[at : at + 4])):08x}" for at in range(0, 16, 4)]
+
+    (l0, l1, l2, l3), (h0, h1, h2, h3) = words(0), words(8)
+    lines = [".reg .b32 w, s, i, c, p, q, l, h;", "mov.b32 w, $4;"]  # an output may have the input's register
+    for half, (low, high) in enumerate((("$0", "$2"), ("$1", "$3"))):
+        lines += [
+            f"shr.u32 s, w, {16 * half};", "and.b32 i, s, 0x7777;", "shr.u32 c, s, 1;", "lop3.b32 c, c, 0x4444, 0x3210, 0xea;",
+            f"mov.b32 p, {l0};", f"mov.b32 q, {l1};", "prmt.b32 l, p, q, i;",
+            f"mov.b32 p, {l2};", f"mov.b32 q, {l3};", "prmt.b32 h, p, q, i;", "prmt.b32 l, l, h, c;",
+            f"mov.b32 p, {h0};", f"mov.b32 q, {h1};", "prmt.b32 h, p, q, i;",
+            f"mov.b32 p, {h2};", f"mov.b32 q, {h3};", "prmt.b32 p, p, q, i;", "prmt.b32 h, h, p, c;",
+            f"prmt.b32 {low}, l, h, 0x6240;", f"prmt.b32 {high}, l, h, 0x7351;",
+        ]  # fmt: skip
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _bf16_bits(table: torch.Tensor) -> list[int]:
+    return [int(b) & 0xFFFF for b in table.to(torch.bfloat16).view(torch.int16).tolist()]
+
+
+_NF4_ASM = tl.constexpr(_lookup_asm(_bf16_bits(codebook(torch.device("cpu")))))
+_E2M1_ASM = tl.constexpr(_lookup_asm(_bf16_bits(values(E2M1))))
+
+
+@triton.jit
+def _entries(packed, table_ptr, NF4: tl.constexpr):
+    """bf16 table entries of the low and of the high codes of uint8 bytes."""
+    if _INTERPRETED:
+        low, high = (packed & 15).to(tl.int32), (packed >> 4).to(tl.int32)
+        if NF4:
+            return tl.load(table_ptr + low).to(tl.bfloat16), tl.load(table_ptr + high).to(tl.bfloat16)
+        return decode_e2m1(low).to(tl.bfloat16), decode_e2m1(high).to(tl.bfloat16)
+    if NF4:
+        return tl.inline_asm_elementwise(_NF4_ASM, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+                                         pack=4)  # fmt: skip
+    return tl.inline_asm_elementwise(_E2M1_ASM, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+                                     pack=4)  # fmt: skip
+
+
 @triton.jit
 def _value(packed, place, BITS: tl.constexpr, table_ptr, FORM: tl.constexpr, HARD: tl.constexpr):
     """fp32 of position `place` in each byte: codes, table entries, E4M3 or E2M1 values. HARD: by the chip's own conversion."""
@@ -64,7 +114,7 @@ def _value(packed, place, BITS: tl.constexpr, table_ptr, FORM: tl.constexpr, HAR
         if HARD:
             return packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         return decode_e4m3(code)
-    if FORM == 3:
+    if FORM == 3 or FORM == 4:
         return decode_e2m1(code)
     return code.to(tl.float32)
 
@@ -142,6 +192,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
     a_row = a_ptr + r[:, None] * K + k[None, :]
     low = tl.zeros([BR, BM], tl.float32)
     MAGIC: tl.constexpr = BITS == 4 and FORM == 0 and x_ptr.dtype.element_ty == tl.bfloat16
+    TABLE: tl.constexpr = BITS == 4 and FORM > 0 and x_ptr.dtype.element_ty == tl.bfloat16
     stop = tl.minimum((part + 1) * steps, tl.cdiv(K, BK))
     if GROUPED:
         stop = tl.where(first < end, stop, 0)
@@ -150,8 +201,11 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
         packed = tl.load(w_row + step * WIDE, inside[None, :], 0)
         x = tl.load(x_row + step * BK, (step * BK + k < K)[None, :], 0.0)
         product = tl.zeros([BN, BM], tl.float32)
-        if MAGIC:
-            low_half, high_half = _halves(packed)
+        if MAGIC or TABLE:
+            if MAGIC:
+                low_half, high_half = _halves(packed)
+            else:
+                low_half, high_half = _entries(packed, table_ptr, FORM == 1)
             if HIGH_FIRST:
                 low_half, high_half = high_half, low_half
         if FORM == 3:
@@ -166,15 +220,15 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
             if ZERO:
                 shift = tl.load(zero_ptr + near, inside[None, :], 0).to(tl.float32)
         for place in tl.static_range(EACH):
-            if MAGIC:
+            if MAGIC or TABLE:
                 value = low_half if place == 0 else high_half
             else:
                 value = _value(packed, EACH - 1 - place if HIGH_FIRST else place, BITS, table_ptr, FORM, HARD)
-                if FORM == 3:
-                    value *= factor  # an E2M1 value times an E4M3 scale has 6 bits: exact in x's dtype
-                elif SPREAD:
-                    value = (value - shift) * factor
-                value = value.to(x.dtype)
+            if FORM == 3:
+                value = value.to(tl.float32) * factor  # an E2M1 value times an E4M3 scale has 6 bits: exact in x's dtype
+            elif SPREAD:
+                value = (value - shift) * factor
+            value = value.to(x.dtype)
             product = dot(value, _every(x, place, EACH), product, "tf32x3")
         if LORA:
             a = tl.load(a_row + step * BK, (r[:, None] < R) & (step * BK + k < K)[None, :], 0.0)
@@ -337,15 +391,16 @@ def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, tiles_p
     _store(y_ptr, bias_ptr, y, m, n, end, M, N, part, BIAS, PARTS)
 
 
-_FORMS = {"int": 0, "table": 1, "e4m3": 2, "nvfp4": 3}
+_FORMS = {"int": 0, "nf4": 1, "e4m3": 2, "nvfp4": 3, "e2m1": 4}
 
 
 def _parts_of(w: PackedWeight) -> dict[str, Any]:
     """What every kernel over `w` is given, by argument."""
     scale = w.scale.view(torch.uint8) if w.form == "nvfp4" else w.scale
     hard = w.data.is_cuda and capability(w.data.device) >= 89
+    table = codebook(w.data.device) if w.form == "nf4" else scale
     return {"w_ptr": w.data, "scale_ptr": scale, "zero_ptr": w.data if w.zero is None else w.zero,
-            "table_ptr": scale if w.table is None else w.table, "divisor_ptr": scale if w.divisor is None else w.divisor,
+            "table_ptr": table, "divisor_ptr": scale if w.divisor is None else w.divisor,
             "N": w.shape[0], "K": w.shape[1], "row_bytes": w.data.shape[1], "num_groups": scale.shape[1], "group": w.group,
             "MIDDLE": w.middle, "BITS": w.bits, "FORM": _FORMS[w.form], "HARD": hard, "HIGH_FIRST": w.high_first,
             "ZERO": w.zero is not None}  # fmt: skip
@@ -511,16 +566,19 @@ def offline_cases() -> list[Case]:
     bf16 = {80: mma, 90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*bf16", 100: r"(tcgen05\.mma|mma\.sync)", 120: mma}
     tf32 = {cc: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*tf32" for cc in (80, 89, 90, 120)}
     lop3 = {cc: r"lop3\.b32[^;]*43004300|lop3\.b32[^;]*1124089600" for cc in bf16}
+    # the last pick of `_lookup_asm`
+    prmt = {cc: r"prmt\.b32[^;]*(0x7351|29521)" for cc in bf16}
     # the chip's own conversion where it has one, integers before
     e4m3 = bf16 | {cc: r"cvt\.rn\.f16x2\.e4m3x2" for cc in (90, 100, 120)}
     odd = ("M", "steps", "num_groups", "R")
     cases = []
     for name, bits, form, zero, bk, lora, expects in [
         ("int4 g128", 4, 0, False, 128, 0, lop3), ("int4 affine g32", 4, 0, True, 32, 0, bf16),
-        ("nf4 g64", 4, 1, False, 64, 0, bf16), ("ternary", 2, 0, False, 128, 0, bf16), ("int8", 8, 0, False, 128, 0, bf16),
+        ("nf4 g64", 4, 1, False, 64, 0, prmt), ("mxfp4", 4, 4, False, 32, 0, prmt),
+        ("ternary", 2, 0, False, 128, 0, bf16), ("int8", 8, 0, False, 128, 0, bf16),
         ("int2 g32 affine", 2, 0, True, 64, 0, bf16),
-        ("fp8", 8, 2, False, 128, 0, e4m3), ("nvfp4", 4, 3, False, 128, 0, bf16),
-        ("nf4 lora", 4, 1, False, 64, 16, bf16), ("int4 lora", 4, 0, False, 64, 64, lop3),
+        ("fp8", 8, 2, False, 128, 0, e4m3), ("nvfp4", 4, 3, False, 128, 0, prmt),
+        ("nf4 lora", 4, 1, False, 64, 16, prmt), ("int4 lora", 4, 0, False, 64, 64, lop3),
         ("int4 g128 experts", 4, 0, False, 128, 0, lop3), ("nvfp4 experts", 4, 3, False, 128, 0, bf16),
         ("int8 fp32", 8, 0, False, 128, 0, tf32),
     ]:  # fmt: skip
