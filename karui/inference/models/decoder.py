@@ -24,6 +24,7 @@ from karui.inference.models.config import ModelConfig
 from karui.inference.models.rope import cos_sin, inverse_frequencies, rotate
 from karui.inference.models.step import Step
 from karui.inference.models.weights import Weights, check_weights, nbytes
+from karui.kernels.gemm_weight import on_int8_rows
 from karui.kernels.qtensor import QTensor
 
 
@@ -205,7 +206,7 @@ class TorchRunner:
         w = self._weights[f"{module}.weight"]
         bias = self._weights.get(f"{module}.bias")
         if isinstance(w, QTensor):
-            x_in = _int8_per_token(x) if w.spec.activation_bits == 8 else x
+            x_in = on_int8_rows(x) if w.spec.activation_bits == 8 else x
             y = F.linear(x_in, w.dequantize(self.dtype))
         else:
             y = F.linear(x, w)
@@ -247,9 +248,3 @@ class TorchRunner:
                 raise KaruiError(f"adapter slot {slot} is empty; load the adapter before sending requests to it.")
             rows.setdefault(slot, []).extend(range(starts[s], starts[s + 1]))
         return {slot: torch.tensor(at, device=self.device) for slot, at in rows.items()}
-
-
-def _int8_per_token(x: torch.Tensor) -> torch.Tensor:
-    """Activations on the symmetric int8 grid, one scale per token (row): what a w?a8 weight is multiplied with."""
-    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
-    return ((x.float() / scale).round() * scale).to(x.dtype)

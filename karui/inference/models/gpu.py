@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from karui.configs.errors import UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
 from karui.inference.models.config import ModelConfig
-from karui.inference.models.decoder import TorchRunner, _int8_per_token
+from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.rope import cos_sin
 from karui.inference.models.weights import Weights, check_weights, nbytes
 from karui.kernels.gemm_grouped import Groups, gemm_grouped
@@ -34,6 +34,7 @@ from karui.kernels.gemm_weight import (
     gemm_float8,
     gemm_int8,
     gemm_weight,
+    on_int8_rows,
     pack_weight,
     takes_float8,
     takes_int8,
@@ -89,8 +90,8 @@ class _Product:
                 return gemm_int8(x, self.weight, self.bias, backend, groups)
             if self.float8_input and takes_float8(self.weight):
                 return gemm_float8(x, self.weight, self.bias, backend, groups)
-            return gemm_weight(_int8_per_token(x) if self.int8_input else x, self.weight, self.bias, backend, groups)
-        x = _int8_per_token(x) if self.int8_input else x
+            return gemm_weight(on_int8_rows(x, backend) if self.int8_input else x, self.weight, self.bias, backend, groups)
+        x = on_int8_rows(x, backend) if self.int8_input else x
         w = self.weight.dequantize(x.dtype) if isinstance(self.weight, QTensor) else self.weight
         if groups is not None:
             return gemm_grouped(x, w.view(groups.num_experts, -1, w.shape[1]), groups, backend)

@@ -6,6 +6,7 @@
     dequantize_weight(w, dtype)    W itself, for products large enough that cuBLAS on a decoded copy wins
     gemm_int8(x, w)                W8A8 and ternary x int8: x quantized per row, products exact in int32
     gemm_float8(x, w)              W8A8 in E4M3: x quantized per row, products on FP8 tensor cores
+    on_int8_rows(x)                x rounded to int8 per row and back: the input of W4A8
 
 The three products take experts too: W [E * N, K] is their weights one after the other, the rows of x are in the order of `groups`
 (`gemm_grouped.group_rows`), and y is [R, N].
@@ -175,6 +176,16 @@ def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None
 
         return triton.gemm_int8(x.reshape(-1, w.shape[1]), w, bias, groups).view(*x.shape[:-1], w.shape[0] // num_experts)
     return reference.by_expert(reference.gemm_int8, x, w, bias, groups)
+
+
+def on_int8_rows(x: torch.Tensor, backend: Backend = "auto") -> torch.Tensor:
+    """x [..., K] (bf16, fp16, fp32) rounded to int8 per row (scale absmax / 127) and back, in x's dtype: what a weight with 8-bit
+    activations is multiplied with where its codes are not multiplied with codes."""
+    if use_triton(backend, x.device, "on_int8_rows", refused=_refused(x)):
+        from karui.kernels.gemm_weight import triton
+
+        return triton.on_int8_rows(x.reshape(-1, x.shape[-1])).view(x.shape)
+    return reference.on_int8_rows(x)
 
 
 def gemm_float8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto",

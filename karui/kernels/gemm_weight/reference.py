@@ -51,6 +51,12 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x.float() / scale).round(), scale
 
 
+def on_int8_rows(x: torch.Tensor) -> torch.Tensor:
+    """x on the grid of `quantize_rows`, in x's dtype."""
+    rows, scale = quantize_rows(x)
+    return (rows * scale).to(x.dtype)
+
+
 def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Integer products in float64, exact; scales in fp32."""
     rows, scale = quantize_rows(x)

@@ -341,8 +341,8 @@ def _dgrad(dy_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, a_ptr, b_
 
 
 @triton.jit
-def _code_rows(x_ptr, codes_ptr, scale_ptr, stride_x, K, FLOAT8: tl.constexpr, BLOCK: tl.constexpr):
-    """A row as int8 (scale absmax / 127) or as E4M3 bytes (absmax / 448)."""
+def _code_rows(x_ptr, codes_ptr, scale_ptr, stride_x, K, FLOAT8: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr):
+    """A row as int8 (scale absmax / 127) or as E4M3 bytes (absmax / 448); VALUES: what its int8 codes stand for, no scales."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + k, k < K, 0.0).to(tl.float32)
@@ -352,9 +352,11 @@ def _code_rows(x_ptr, codes_ptr, scale_ptr, stride_x, K, FLOAT8: tl.constexpr, B
         codes = encode_e4m3(steps).to(tl.uint8)
     else:
         # adding 1.5 * 2^23 leaves the nearest whole number, ties to even
-        codes = ((steps + 12582912.0) - 12582912.0).to(tl.int8)
+        steps = (steps + 12582912.0) - 12582912.0
+        codes = (steps * scale).to(codes_ptr.dtype.element_ty) if VALUES else steps.to(tl.int8)
     tl.store(codes_ptr + row * K + k, codes, k < K)
-    tl.store(scale_ptr + row, scale)
+    if not VALUES:
+        tl.store(scale_ptr + row, scale)
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
@@ -532,8 +534,7 @@ def _coded(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: 
         return y
     codes = torch.empty(m, k, dtype=torch.uint8 if float8 else torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    _code_rows[(m,)](x, codes, scale, x.stride(0), k, FLOAT8=float8, BLOCK=triton.next_power_of_2(k),
-                     num_warps=8 if k > 2048 else 4)  # fmt: skip
+    _by_row(x, codes, scale, FLOAT8=float8, VALUES=False)
     bm, row_tiles, tiles_of = _row_tiles(x, groups)
     processors = num_processors(x.device)
 
@@ -550,6 +551,20 @@ def _coded(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: 
     candidates = [config(4, 4, BM=bm, BN=64), config(4, 4, BM=bm, BN=128)]
     launch(("gemm_codes", float8, w.bits, bm, n, k, groups is None, x.dtype), candidates, run, x.device)
     return y
+
+
+def on_int8_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K] rounded to the int8 grid of each row, in x's dtype."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _by_row(x, y, y, FLOAT8=False, VALUES=True)
+    return y
+
+
+def _by_row(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, **what: bool) -> None:
+    m, k = x.shape
+    if m:
+        _code_rows[(m,)](x, codes, scale, x.stride(0), k, **what, BLOCK=triton.next_power_of_2(k), num_warps=8 if k > 2048 else 4)
 
 
 def offline_cases() -> list[Case]:
@@ -599,6 +614,8 @@ def offline_cases() -> list[Case]:
                           () if lora else (90,)))  # fmt: skip
     cases.append(Case("gemm_weight dequantize nf4", _dequantize, types(_dequantize, y_ptr="*bf16"),
                       shared | {"BN": 16, "BK": 512}, {cc: r"ld\.global" for cc in WIDE_LOADS}, odd=odd, quick=()))  # fmt: skip
+    rows = {"x_ptr": "*bf16", "codes_ptr": "*bf16", "scale_ptr": "*bf16", "stride_x": "i32", "K": "i32"}
+    cases.append(Case("on_int8_rows", _code_rows, rows, {"FLOAT8": False, "VALUES": True, "BLOCK": 4096}, WIDE_LOADS, 8))
     whole = {"x_ptr": "*i8", "w_ptr": "*u8", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16",
              "y_ptr": "*bf16", "tiles_ptr": "*i32", **{n: "i32" for n in ("M", "N", "K", "row_bytes", "steps")}}  # fmt: skip
     for bits, float8, grouped in ((8, False, False), (2, False, False), (8, True, False), (8, False, True)):

@@ -179,3 +179,14 @@ def test_refusals(device, rng):
         gemm_float8(torch.ones(3, 32, device=device), w)
     with pytest.raises(UnsupportedError, match="use gemm_weight"):
         gemm_int8(torch.ones(3, 32, device=device), w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_on_the_int8_grid_of_their_rows(dtype, device, rng):
+    from karui.kernels.gemm_weight import on_int8_rows
+
+    x = torch.randn(3, 5, 70, generator=rng, device=device).to(dtype)
+    x[0, 1] = 0
+    got, want = (on_int8_rows(part, backend) for part in (x[..., :66],) for backend in ("triton", "torch"))
+    assert torch.equal(got.float(), want.float()) if dtype == torch.float32 else (got - want).abs().max() <= 2**-7 * want.abs().max()
+    assert torch.equal(got[0, 1], torch.zeros_like(got[0, 1])) and got.dtype == dtype
