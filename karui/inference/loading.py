@@ -97,7 +97,9 @@ def make_parallel(opened: Opened, config: ModelConfig, parallel: Parallel, *, de
     if parallel not in kinds:
         raise KaruiError(f"parallel {parallel!r} is not known; use tensor or pipeline.")
     where = _device(device)
-    return kinds[parallel](config, dict(opened.weights()), where, _dtype(dtype, where))
+    kept = _dtype(dtype, where)
+    with _said_when_full(opened, where, kept):
+        return kinds[parallel](config, dict(opened.weights()), where, kept)
 
 
 def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", choice: RunnerChoice = "auto", dtype: str = "auto",

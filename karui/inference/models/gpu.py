@@ -389,6 +389,14 @@ class TritonRunner(TorchRunner):
                                "here on, which is slower (give the KV cache less: memory=...): %s", key[0], error)
         return self._graphs.get(key)
 
+    def warm_up(self, sequences: int, blocks: int) -> int:
+        """Record the graphs of all decoding steps of up to so many sequences with so many blocks each; returns their number."""
+        with explained("use runner='torch'"), current(self.device), torch.inference_mode():
+            for size in GRAPH_SIZES[:1 + sum(s < sequences for s in GRAPH_SIZES[:-1])]:
+                for width in GRAPH_BLOCKS[:1 + sum(b < blocks for b in GRAPH_BLOCKS[:-1])]:
+                    self._graph_for(size, width)
+        return len(self._graphs)
+
     def _capture(self, size: int, width: int) -> _Graph:
         """Record a decoding step of `size` sequences with tables of `width` blocks.
 

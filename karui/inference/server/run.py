@@ -17,8 +17,10 @@ def serve_model(model: str | Path, *, name: str | None = None, host: str = "127.
     """Load a bundle, model folder or catalogue name and serve it until interrupted; `options` are those of `Engine.load`."""
     require_extra()     # before a large model is read in vain
     from karui.inference.engine import Engine
+    from karui.inference.server.warm_up import warm_up
 
     engine = Engine.load(model, **options)
+    warm_up(engine)
     serve(engine, name or Path(str(model)).name, host=host, port=port, api_key=api_key)
 
 

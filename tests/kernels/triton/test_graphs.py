@@ -169,3 +169,18 @@ def test_logits_that_are_not_numbers(graphs):
     for temperature in (0.0, 1.0):
         outputs = engine.generate([[1, 2]], SamplingParams(max_tokens=2, temperature=temperature, seed=1))
         assert all("not numbers" in c.error for o in outputs for c in o.completions)
+
+
+def test_a_server_records_its_graphs_before_the_first_request(graphs):
+    from karui.inference.server.warm_up import warm_up
+
+    fast, plain = (Engine(runner, memory=10**6, max_context=50, max_sequences=3, block_size=2)
+                   for runner in runners(CONFIG, weights(CONFIG)))  # fmt: skip
+    warm_up(fast)
+    assert sorted(fast.runner._graphs) == [(size, width) for size in (1, 2, 4) for width in (16, 64)]
+    assert fast.pool.num_cached == 0 and fast.stats.num_running == 0
+    recorded = len(graphs)
+    prompts, params = [[3, 4, 5], [6] * 40], SamplingParams(max_tokens=4)
+    assert [o.token_ids for o in fast.generate(prompts, params)] == [o.token_ids for o in plain.generate(prompts, params)]
+    assert len(graphs) == recorded
+    warm_up(plain)
