@@ -5,6 +5,9 @@ prefix cache. When a running sequence finds no free block, the last in order giv
 tokens are computed anew (mostly found in the prefix cache). The first in order is never preempted, so something always finishes.
 
 Order is (priority, arrival, index): lower priority numbers first, then first come first served.
+
+Hybrid models have a page of recurrent states beside the blocks (`cache/states.py`): each step of a sequence reads one and writes
+another, or several where the prefix cache wants one in the middle of a chunk, and for each row of a draft.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from karui.inference.cache.pool import BlockPool
+from karui.inference.cache.states import ZERO, StatePool
 
 SCORED_ROWS = 256
 
@@ -35,16 +39,23 @@ class Sequence:
         owner: whatever the engine hangs on it.
         held: not to be scheduled (a beam that waits for its siblings).
         recompute: no prefix-cache lookup, every row is wanted (scoring).
+        state: page of the recurrent states behind the computed tokens; `writes` are the pages that the coming step fills, as
+            (rows of the step, page) in order.
+        branch: tokens of its prompt whose blocks, but no state, were found in the prefix cache; trail: name of the prefix behind
+            which it last left a page while it generated.
     """
 
     __slots__ = ("order", "tokens", "num_prompt", "num_computed", "blocks", "names", "namespace", "owner", "held", "recompute",
-                 "failures", "draft", "table_row", "running", "tables_filled")
+                 "failures", "draft", "table_row", "running", "tables_filled", "state", "writes", "branch", "trail")
 
     def __init__(self, tokens: list[int], order: tuple[int, int, int], namespace: Any, owner: Any,
                  recompute: bool = False) -> None:
         self.tokens, self.order, self.namespace, self.owner, self.recompute = tokens, order, namespace, owner, recompute
         self.num_prompt = len(tokens)
-        self.num_computed = self.failures = self.tables_filled = 0
+        self.num_computed = self.failures = self.tables_filled = self.branch = 0
+        self.state = ZERO
+        self.writes: list[tuple[int, int]] = []
+        self.trail: Any = None
         self.blocks: list[int] = []
         self.names: list[Any] = []
         self.held = self.running = False
@@ -91,10 +102,11 @@ class Scheduler:
         max_context: tokens a sequence may have; fixes the width of the block tables.
         max_chunk: rows of one prompt per step; bounds how long decodes wait behind a long prompt.
         on_preempt: told of each preempted sequence.
+        states: pages of recurrent states, at least two per running sequence; None for a model without.
     """
 
     def __init__(self, pool: BlockPool, max_tokens: int, max_sequences: int, max_context: int, max_chunk: int | None = None,
-                 on_preempt: Callable[[Sequence], None] | None = None) -> None:
+                 on_preempt: Callable[[Sequence], None] | None = None, states: StatePool | None = None) -> None:
         self.pool, self.max_tokens, self.max_sequences = pool, max_tokens, max_sequences
         self.max_chunk = max_chunk or max_tokens
         self.running: list[Sequence] = []
@@ -102,6 +114,11 @@ class Scheduler:
         self.tables = np.zeros((max_sequences, -(-max_context // pool.block_size) + 1), dtype=np.int32)
         self._rows = list(range(max_sequences))[::-1]
         self._on_preempt = on_preempt
+        self.states = states
+        self._spare_pages = 0  # of this step: what is not kept for two pages per sequence
+        if states is not None:
+            assert states.num_pages >= 2 * max_sequences, "too few pages of states"
+            pool.on_forget = states.forget
         self.num_preemptions = self.num_cached_tokens = self.num_looked_up_tokens = 0
 
     # -- the queues
@@ -128,6 +145,8 @@ class Scheduler:
         for block in parent.blocks:
             self.pool.share(block)
         child.blocks, child.names, child.num_computed = list(parent.blocks), list(parent.names), parent.num_computed
+        if self.states is not None:
+            child.state = self.states.share(parent.state)
         self._start(child)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -153,6 +172,10 @@ class Scheduler:
         """The next step. Raises `EngineStuckError` when sequences wait and none can run."""
         plan = Plan()
         works: dict[Sequence, Work] = {}
+        if self.states is not None:
+            self._spare_pages = self.states.num_pages - 2 * self.max_sequences
+            for s in self.running:
+                self._drop_writes(s)  # of a step that failed
         suspect = next((s for s in self.running if s.failures), None)
         if suspect is not None:  # a step with it failed: alone it shows whether it was the cause
             suspect.draft = None
@@ -175,10 +198,11 @@ class Scheduler:
             if budget <= 0:
                 return
             extra = len(s.draft) if s.draft is not None else 0
-            if extra and (extra >= budget or not self._reserve(s, 1 + extra, plan)):
+            if extra and (extra >= budget or not self._pages_for(extra) or not self._reserve(s, 1 + extra, plan)):
                 s.draft, extra = None, 0
             if extra:
                 works[s] = Work(s, 1, extra)
+                self._take_pages(s, range(1, 2 + extra))
             elif not self._run(s, 1, works, plan):
                 continue
             budget -= 1 + extra
@@ -201,6 +225,9 @@ class Scheduler:
                 if s.held:
                     return
             blocks, names = ([], []) if s.recompute else self.pool.match(s.tokens, s.namespace)
+            found, page = len(blocks), ZERO
+            if self.states is not None:
+                blocks, names, page = self._with_state(blocks, names)
             needed = -(-len(s.tokens) // self.pool.block_size) - len(blocks)
             free = self.pool.num_free - sum(self.pool.references[b] == 0 for b in blocks)
             # One block of slack per running sequence, else the newcomer would be the next one preempted.
@@ -218,6 +245,9 @@ class Scheduler:
             self.waiting.remove(s)
             for block in blocks:
                 self.pool.share(block)
+            if self.states is not None:
+                s.state = self.states.share(page)
+                s.branch = found * self.pool.block_size if found > len(blocks) else 0
             s.blocks, s.names, s.num_computed = blocks, names, len(blocks) * self.pool.block_size
             self.num_cached_tokens += s.num_computed
             self.num_looked_up_tokens += len(s.tokens)
@@ -240,6 +270,8 @@ class Scheduler:
             if victim is s:
                 return False
         works[s] = Work(s, count)
+        if self.states is not None:
+            self._take_pages(s, [*self._wanted_within(s, count), count])
         return True
 
     def reserve(self, plan: Plan, counts: Iterable[int]) -> bool:
@@ -281,6 +313,8 @@ class Scheduler:
             parent = s.names[-1] if s.names else self.pool.index.root(s.namespace)
             s.names.append(self.pool.index.name(parent, s.tokens[i * size:(i + 1) * size]))
             self.pool.enter(s.names[-1], s.blocks[i])
+        if self.states is not None:
+            self._settle_pages(s, count)
 
     def trim(self, s: Sequence) -> None:
         """Give back blocks beyond the known tokens (rejected drafts)."""
@@ -293,6 +327,10 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that blocks, tables and queues agree; cheap enough for idle moments and every test step."""
         self.pool.check([s.blocks for s in self.running])
+        if self.states is not None:
+            self.states.check([page for s in self.running for page in (s.state, *(p for _, p in s.writes))])
+            assert all(s.state != ZERO for s in self.running if s.num_computed), "computed tokens without a state"
+        assert all(s.state == ZERO and not s.writes for s in self.waiting), "a waiting sequence holds states"
         assert self.running == sorted(self.running) and self.waiting == sorted(self.waiting), "queues out of order"
         for s in self.running:
             assert s.running and s.num_computed <= len(s.blocks) * self.pool.block_size, "more tokens computed than blocks hold"
@@ -309,6 +347,73 @@ class Scheduler:
                           f"{self.max_tokens} rows per step, {self.max_sequences} sequences at most",
                           f"running {len(self.running)}:", *map(line, self.running[:16]),
                           f"waiting {len(self.waiting)}:", *map(line, self.waiting[:16])])
+
+    # -- states of recurrent layers
+
+    def _with_state(self, blocks: list[int], names: list[Any]) -> tuple[list[int], list[Any], int]:
+        """A prefix-cache hit, cut to where there is a state, and its page."""
+        assert self.states is not None
+        for count in range(len(blocks), 0, -1):
+            page = self.states.find(names[count - 1])
+            if page is not None:
+                return blocks[:count], names[:count], page
+        return [], [], ZERO
+
+    def _wanted(self, s: Sequence, end: int) -> bool:
+        """Whether the prefix cache wants the state behind the first `end` tokens."""
+        if s.recompute or end % self.pool.block_size:
+            return False
+        return end > s.num_prompt or end in (s.branch, self._prompt_end(s))
+
+    def _prompt_end(self, s: Sequence) -> int:
+        """Where a prefix-cache hit of the same prompt would end."""
+        return (s.num_prompt - 1) // self.pool.block_size * self.pool.block_size
+
+    def _wanted_within(self, s: Sequence, count: int) -> list[int]:
+        """After which of the next `count` rows, the last one aside, that is so: of what is generated the last block alone."""
+        if count == 1:
+            return []
+        size, first, last = self.pool.block_size, s.num_computed, s.num_computed + count
+        ends = {s.branch, self._prompt_end(s), (last - 1) // size * size}
+        return [end - first for end in sorted(ends) if first < end < last and self._wanted(s, end) and self._pages_for(1)]
+
+    def _pages_for(self, count: int) -> bool:
+        """Whether so many pages can be had beside the two per sequence, or there are none to be had."""
+        return self.states is None or count <= self._spare_pages
+
+    def _take_pages(self, s: Sequence, ends: Iterable[int]) -> None:
+        """Pages behind those rows of the coming step; each but one is a spare one."""
+        if self.states is None:
+            return
+        s.writes = [(end, self.states.take()) for end in ends]
+        self._spare_pages -= len(s.writes) - 1
+
+    def _drop_writes(self, s: Sequence) -> None:
+        assert self.states is not None
+        for _, page in s.writes:
+            self.states.release(page)
+        s.writes = []
+
+    def _settle_pages(self, s: Sequence, count: int) -> None:
+        """The step has filled its pages and the first `count` of its rows stand: the page behind them is the sequence's now."""
+        states, size = self.states, self.pool.block_size
+        assert states is not None
+        before, first = s.state, s.num_computed - count
+        s.state = ZERO
+        for rows, page in s.writes:
+            if rows <= count and self._wanted(s, first + rows):
+                name = s.names[(first + rows) // size - 1]
+                if states.enter(name, page) and first + rows > s.num_prompt:
+                    if s.trail is not None:
+                        states.forget(s.trail)
+                    s.trail = name
+            if rows == count:
+                s.state = page
+            else:
+                states.release(page)
+        assert s.state != ZERO, f"no state behind {count} rows"
+        states.release(before)
+        s.writes = []
 
     # -- bookkeeping
 
@@ -328,6 +433,10 @@ class Scheduler:
             s.tables_filled = len(s.blocks)
 
     def _release(self, s: Sequence) -> None:
+        if self.states is not None:
+            self._drop_writes(s)
+            self.states.release(s.state)
+            s.state = ZERO
         self.pool.release(s.blocks)
         s.blocks, s.names, s.num_computed, s.draft = [], [], 0, None
 

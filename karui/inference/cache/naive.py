@@ -29,8 +29,10 @@ class NaiveIndex:
         self._entries.append((name, block))
         return True
 
-    def drop(self, block: int) -> None:
+    def drop(self, block: int) -> Name | None:
+        dropped = next((name for name, known in self._entries if known == block), None)
         self._entries = [entry for entry in self._entries if entry[1] != block]
+        return dropped
 
     def blocks(self) -> set[int]:
         return {block for _, block in self._entries}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from karui.inference.cache.prefix import PrefixIndex
@@ -12,7 +12,9 @@ from karui.inference.cache.prefix import PrefixIndex
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens. A free block keeps its cached contents until it is handed out again.
 
-    `num_evicted` counts cached blocks that were overwritten.
+    `num_evicted` counts cached blocks that were overwritten. `settled`: blocks that became full of verified tokens, or nobody's,
+    since it was last cleared: what a runner keeps of unfinished blocks besides can go. `on_forget` is told the name of each block
+    that is not findable any more.
     """
 
     def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex) -> None:
@@ -21,6 +23,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be handed out first
         self._cached: set[int] = set()
         self.num_evicted = 0
+        self.on_forget: Callable[[Any], None] | None = None
+        self.settled: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -39,6 +43,7 @@ class BlockPool:
             self.forget(block)
             self.num_evicted += 1
         self.references[block] = 1
+        self.settled.discard(block)
         return block
 
     def share(self, block: int) -> None:
@@ -54,17 +59,21 @@ class BlockPool:
             assert self.references[block] >= 0, f"block {block} released more often than held"
             if self.references[block] == 0:
                 self._free[block] = None
+                self.settled.add(block)
                 if block not in self._cached:
                     self._free.move_to_end(block, last=False)
 
     def enter(self, name: Any, block: int) -> None:
         """Make a full block's contents findable."""
+        self.settled.add(block)
         if block not in self._cached and self.index.enter(name, block):
             self._cached.add(block)
 
     def forget(self, block: int) -> None:
-        self.index.drop(block)
+        name = self.index.drop(block)
         self._cached.discard(block)
+        if self.on_forget is not None and name is not None:
+            self.on_forget(name)
 
     def forget_all(self) -> None:
         """Empty the prefix index (new weights); blocks in use stay in use."""

@@ -28,8 +28,8 @@ class PrefixIndex(Protocol):
     def enter(self, name: Any, block: int) -> bool:
         """Remember `block` under `name`; False when another block already has the name (the first one stays)."""
 
-    def drop(self, block: int) -> None:
-        """Forget the block, if it is known."""
+    def drop(self, block: int) -> Any:
+        """Forget the block, if it is known; returns the name that it had, or None."""
 
     def blocks(self) -> set[int]:
         """All known blocks."""
@@ -58,10 +58,11 @@ class HashedIndex:
         self._block_of[name], self._name_of[block] = block, name
         return True
 
-    def drop(self, block: int) -> None:
+    def drop(self, block: int) -> bytes | None:
         name = self._name_of.pop(block, None)
         if name is not None:
             del self._block_of[name]
+        return name
 
     def blocks(self) -> set[int]:
         return set(self._name_of)
