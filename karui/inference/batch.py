@@ -30,6 +30,8 @@ class StepBatch:
             rows always see the whole context before the step.
         adapters: [S] adapter slot of each sequence, -1 for the base; None when no adapter is used.
         want_hidden: also return the final hidden states (after the last norm) of `logit_rows`.
+        states: [R, 4] of hybrid models, else None: first row, row after the last, the page of recurrent states before them, the
+            page to write behind them. A sequence's runs follow each other; page 0 is the beginning of a text.
         aux_layers: return the residual stream entering these layers for every row (EAGLE-3), empty for none.
     """
 
@@ -42,6 +44,7 @@ class StepBatch:
     logit_rows: torch.Tensor
     tree_masks: list[torch.Tensor | None] | None = None
     adapters: torch.Tensor | None = None
+    states: torch.Tensor | None = None
     want_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
 
@@ -85,7 +88,11 @@ class Gained:
 
 
 class Runner(Protocol):
-    """A model with its weights and KV memory on one device. The engine owns block ids, the runner owns the bytes."""
+    """A model with its weights and KV memory on one device. The engine owns block ids, the runner owns the bytes.
+
+    A runner of a hybrid model has besides: `state_bytes`, of a page of recurrent states, 0 for other models;
+    `allocate_states(n)`, pages 1 to n to be read and written, page 0 is zeros.
+    """
 
     config: ModelConfig
 
@@ -93,7 +100,13 @@ class Runner(Protocol):
         """Reserve KV memory; kv_dtype is one of the runner's (float32, float16, int8, ...). Frees what was reserved before."""
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """Bytes of KV memory for one token over all layers."""
+        """Bytes of KV memory for one token over all layers.
+
+        A runner with formats that code whole blocks, and keep the tokens of unfinished ones in full precision, has besides:
+        `kv_staged_bytes_per_token(kv_dtype)`, what such a token needs more, 0 for other formats; `allocate(..., num_staged)`, how
+        many blocks can be unfinished at once; `settle(blocks)`, called before a step with blocks that are full of verified tokens
+        or nobody's.
+        """
 
     def forward(self, batch: StepBatch) -> StepOutput:
         """Run one step: write KV for every token, return logits of the wanted rows."""
@@ -102,8 +115,8 @@ class Runner(Protocol):
         """Copy KV of token slots source[i] -> target[i] in every layer (copy-on-write, tree compaction)."""
 
     def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """KV of T token slots, on the CPU: [2, layers, T, kv_heads, head_dim] in the cache's dtype, and its fp32 scales
-        [2, layers, T, kv_heads] or None."""
+        """KV of T token slots, on the CPU: [P, layers, T, G, D] in the cache's dtype, and its fp32 scales [P, layers, T, G] or
+        None; P, G, D: `ModelConfig.cache_shape`, for keys and values 2, kv_heads, head_dim."""
 
     def write_slots(self, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None) -> None:
         """The inverse of `read_slots`."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from karui.configs.errors import CorruptError, KaruiError
+from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.inference.cache.kv import DTYPES, SCALED
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Prefix:
 
     Attributes:
         tokens: T token ids, a whole number of the blocks that they were taken from.
-        data: [2, layers, T, G, D] keys and values, in the dtype of the cache.
-        scale: fp32 [2, layers, T, G] of int8 and fp8 caches, else None.
+        data: [P, layers, T, G, D] keys and values (P = 2) or latents (P = 1), in the dtype of the cache.
+        scale: fp32 [P, layers, T, G] of int8 and fp8 caches, else None.
         kv_dtype: the cache's format.
         model: identity of the bundle that the engine was loaded from, "" where it was none.
         version: of its weights.
@@ -83,7 +83,8 @@ class Prefix:
             made = Prefix(tokens=tuple(int(t) for t in facts["tokens"]), data=data, scale=tensors.pop("scale", None),
                           **{name: str(facts[name]) for name in text})
             shape = made.data.shape
-            if tensors or made.data.dtype != kind or len(shape) != 5 or shape[0] != 2 or shape[2] != len(made.tokens) or (
+            if tensors or made.data.dtype != kind or len(shape) != 5 or shape[0] not in (1, 2) or (
+                    shape[2] != len(made.tokens)) or (
                     (made.scale is not None) != (made.kv_dtype in SCALED)) or (
                     made.scale is not None and (made.scale.shape != shape[:4] or made.scale.dtype != torch.float32)):
                 raise ValueError("shapes or dtypes do not belong together")
@@ -93,7 +94,8 @@ class Prefix:
 
     def check(self, config: ModelConfig, kv_dtype: str, model: str, version: str) -> None:
         """Raise `KaruiError` unless an engine of these can use it. Bundles are compared where both sides came from one."""
-        shape = (2, config.num_layers, len(self.tokens), config.num_kv_heads, config.head_dim)
+        sides, heads, width = config.cache_shape
+        shape = (sides, config.num_layers, len(self.tokens), heads, width)
         if tuple(self.data.shape) != shape:
             raise KaruiError(f"this prefix is of another model: its keys are {tuple(self.data.shape)}, this model's {shape}.")
         if self.kv_dtype != kv_dtype:
@@ -102,6 +104,13 @@ class Prefix:
         if self.version != version or (self.model != model and "" not in (self.model, model)):
             raise KaruiError("this prefix was computed with other weights than the engine has: another bundle, or an update in "
                              "between.")
+
+
+def check_plain(config: ModelConfig) -> None:
+    """Raise `UnsupportedError` for a model whose keys and values are not all that a prefix is."""
+    if config.recurrent is not None:
+        raise UnsupportedError(f"prefixes of {config.model_type} are not handed over: behind them lies a recurrent state, which "
+                               "the format does not hold. Run the prompt where it is decoded.")
 
 
 def read(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -29,6 +30,46 @@ class Span:
             return replace(self, start=0, stop=1)
         seen = self.visible[row - self.start]
         return Span(0, 1, self.slots[seen], self.key_positions[seen], None)
+
+
+@dataclass
+class StateRows:
+    """Rows [S, q] of the step that recurrent layers run together: each q of a sequence, from the states in pages `before` [S] to
+    those in `after` [S]."""
+
+    rows: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+    def alone(self, first: torch.Tensor) -> Iterator[tuple[int, StateRows]]:
+        """Each row with what it is in a step of its own: those behind a first one go on from the page that it has written."""
+        for s, rows in enumerate(self.rows.tolist()):
+            before, after = self.before[s:s + 1], self.after[s:s + 1]
+            for i, row in enumerate(rows):
+                yield row, StateRows(first[None], after if i else before, after)
+
+
+def _state_rows(runs: list[list[int]], device: torch.device) -> list[StateRows]:
+    """`StepBatch.states` as `StateRows`: runs of one row together, as far as none reads what another writes, others alone."""
+    Run = tuple[int, int, int, int]
+    waves: list[list[Run]] = []
+    found: list[tuple[int, list[Run]]] = []
+    wave, written = 0, -1
+    for start, stop, before, after in runs:
+        wave, written = wave + 1 if before == written else 0, after
+        if stop - start > 1:
+            found.append((wave, [(start, stop, before, after)]))
+            continue
+        while len(waves) <= wave:
+            waves.append([])
+            found.append((len(waves) - 1, waves[-1]))
+        waves[wave].append((start, stop, before, after))
+
+    def ints(values: list[Any]) -> torch.Tensor:
+        return torch.tensor(values, device=device)
+
+    return [StateRows(ints([list(range(r[0], r[1])) for r in group]), ints([r[2] for r in group]), ints([r[3] for r in group]))
+            for _, group in sorted(found, key=lambda pair: pair[0])]
 
 
 class PaddedDecodes:
@@ -54,7 +95,8 @@ class PaddedDecodes:
 @dataclass
 class Step:
     """tokens, positions, slots: [T] int64. adapters: rows of each adapter slot in use. padded: the one-row sequences together, if
-    there are several. cos, sin: [T, 1, D/2] of the rotation, set by the runner."""
+    there are several. cos, sin: [T, 1, D/2] of the rotation, set by the runner. shared: what a layer leaves for those behind it.
+    states: what recurrent layers run, in this order."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -64,20 +106,24 @@ class Step:
     padded: PaddedDecodes | None = None
     cos: torch.Tensor = field(default_factory=torch.Tensor)
     sin: torch.Tensor = field(default_factory=torch.Tensor)
+    shared: Any = None
+    states: list[StateRows] = field(default_factory=list)
 
     @staticmethod
     def of(batch: StepBatch, block_size: int, adapters: dict[int, torch.Tensor], device: torch.device) -> Step:
         tokens, positions, slots = (x.long().to(device) for x in (batch.tokens, batch.positions, batch.slots))
         spans = _spans(batch, block_size, device)
-        return Step(tokens, positions, slots, spans, adapters, _pad_decodes(spans, positions))
+        states = [] if batch.states is None else _state_rows(batch.states.tolist(), device)
+        return Step(tokens, positions, slots, spans, adapters, _pad_decodes(spans, positions), states=states)
 
     def rows(self) -> Iterator[Step]:
         """Each token as a step of its own, in order."""
         first = torch.zeros(1, dtype=torch.long, device=self.positions.device)
+        states = {} if not self.states else {row: one for many in self.states for row, one in many.alone(first)}
         for span in self.spans:
             for r in range(span.start, span.stop):
                 yield Step(self.tokens[r:r + 1], self.positions[r:r + 1], self.slots[r:r + 1], [span.row(r)],
-                           {a: first for a, at in self.adapters.items() if r in at})
+                           {a: first for a, at in self.adapters.items() if r in at}, states=[states[r]] if states else [])
 
 
 def _spans(batch: StepBatch, block_size: int, device: torch.device) -> list[Span]:

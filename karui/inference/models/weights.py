@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 
 import torch
 
 from karui.configs.errors import CorruptError
-from karui.inference.models.config import ModelConfig
+from karui.inference.models.config import Latent, ModelConfig
 from karui.kernels.qtensor import QTensor
 
 Weights = Mapping[str, QTensor | torch.Tensor]
 
 # Mixtral's files name an expert's linears as the paper does.
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_LFM2_NAMES = {"operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+               "self_attn.out_proj": "self_attn.o_proj",
+               "self_attn.q_layernorm": "self_attn.q_norm", "self_attn.k_layernorm": "self_attn.k_norm",
+               "model.embedding_norm": "model.norm", **{f"feed_forward.{a}": f"mlp.{b}" for a, b in _MIXTRAL.items()}}
+_LFM2 = re.compile(r"\b(" + "|".join(map(re.escape, _LFM2_NAMES)) + r")((?:\..*)?)$")
+WIDE = ("A_log", "dt_bias", "D")
+"""What decides how fast a recurrent state decays; kept in fp32."""
+CORRECTION = "e_score_correction_bias"
+"""What is added to the experts' scores where they are chosen; kept in fp32."""
 # Old checkpoints store what the config already determines.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -22,28 +31,59 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor the decoder of `config` reads, by its Hugging Face name, with its shape ([out, in] for a linear)."""
     h, d = config.hidden_size, config.head_dim
-    q, kv, f = config.num_heads * d, config.num_kv_heads * d, config.intermediate_size
+    q, f = config.num_heads * d, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab_size, h)
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
-        for name, out, into, bias in (
-            ("self_attn.q_proj", q, h, config.qkv_bias), ("self_attn.k_proj", kv, h, config.qkv_bias),
-            ("self_attn.v_proj", kv, h, config.qkv_bias), ("self_attn.o_proj", h, q, config.o_bias),
-            *_feed_forward(config, i),
-        ):
+        recurrent = config.recurrent is not None and config.recurrent.layers[i]
+        for name, out, into, bias in (*(() if recurrent else _attention(config, i)), *_feed_forward(config, i)):
             shapes[f"{layer}{name}.weight"] = (out, into)
             if bias:
                 shapes[f"{layer}{name}.bias"] = (out,)
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{layer}{name}.weight"] = (h,)
+        if config.recurrent is not None and recurrent:
+            shapes |= {f"{layer}{config.recurrent.module}.{name}": shape for name, shape in config.recurrent.shapes(h).items()}
+            continue
         if config.qk_norm:
             shapes[f"{layer}self_attn.q_norm.weight"] = shapes[f"{layer}self_attn.k_norm.weight"] = (d,)
         if config.sub_norms:
             shapes[f"{layer}self_attn.attn_sub_norm.weight"] = (q,)
             shapes[f"{layer}mlp.ffn_sub_norm.weight"] = (f,)
+        if config.latent is not None:
+            shapes |= {f"{layer}self_attn.{name}": (n,) for name, n in _latent_norms(config.latent, i).items()}
+        if config.mixture is not None and config.mixture.sigmoid and config.mixture.layers[i]:
+            shapes[f"{layer}mlp.gate.{CORRECTION}"] = (config.mixture.experts,)
     return shapes
+
+
+def _attention(config: ModelConfig, layer: int) -> list[tuple[str, int, int, bool]]:
+    """(name within the layer, out, in, has a bias) of the attention's linears."""
+    h, a, m = config.hidden_size, config.num_heads, config.latent
+    if m is None:
+        q, kv = a * config.head_dim, config.num_kv_heads * config.head_dim
+        return [("self_attn.q_proj", q * (1 + config.attention_gate), h, config.qkv_bias),
+                ("self_attn.k_proj", kv, h, config.qkv_bias), ("self_attn.v_proj", kv, h, config.qkv_bias),
+                ("self_attn.o_proj", h, q, config.o_bias)]
+    q, bias = a * (m.nope + m.rope), config.o_bias
+    found = [("q_proj", q, h, False)] if m.query_rank is None else [
+        ("q_a_proj", m.query_rank, h, bias), ("q_b_proj", q, m.query_rank, False)]
+    found += [("kv_a_proj_with_mqa", m.rank + m.rope, h, bias), ("kv_b_proj", a * (m.nope + m.value), m.rank, False),
+              ("o_proj", h, a * m.value, bias)]
+    if m.indexer is not None and m.indexer.layers[layer]:
+        heads, d = m.indexer.heads, m.indexer.head_dim
+        found += [("indexer.wq_b", heads * d, m.query_rank or 0, False), ("indexer.wk", d, h, False),
+                  ("indexer.weights_proj", heads, h, False)]
+    return [(f"self_attn.{name}", out, into, bias) for name, out, into, bias in found]
+
+
+def _latent_norms(m: Latent, layer: int) -> dict[str, int]:
+    found = {"kv_a_layernorm.weight": m.rank} | ({} if m.query_rank is None else {"q_a_layernorm.weight": m.query_rank})
+    if m.indexer is not None and m.indexer.layers[layer]:
+        found |= {"indexer.k_norm.weight": m.indexer.head_dim, "indexer.k_norm.bias": m.indexer.head_dim}
+    return found
 
 
 def _feed_forward(config: ModelConfig, layer: int) -> list[tuple[str, int, int, bool]]:
@@ -56,13 +96,17 @@ def _feed_forward(config: ModelConfig, layer: int) -> list[tuple[str, int, int, 
     if m is None or not m.layers[layer]:
         return gated("mlp", config.intermediate_size, config.mlp_bias)
     found = [("mlp.gate", m.experts, h, False), *(part for e in range(m.experts) for part in gated(f"mlp.experts.{e}", m.width))]
-    if m.shared_width:
+    if m.shared_width and m.shared_gate:
         found += [*gated("mlp.shared_expert", m.shared_width), ("mlp.shared_expert_gate", 1, h, False)]
+    elif m.shared_width:
+        found += gated("mlp.shared_experts", m.shared_width, config.mlp_bias)
     return found
 
 
 def canonical_name(name: str) -> str:
-    """karui's name of a tensor: mixtral's files name experts otherwise than the other mixtures of transformers do."""
+    """karui's name of a tensor: mixtral's files name experts otherwise than the other mixtures of transformers do, LFM2's nearly
+    everything."""
+    name = _LFM2.sub(lambda m: _LFM2_NAMES[m[1]] + m[2], name)
     name = re.sub(r"block_sparse_moe\.experts\.(\d+)\.(w\d)\.", lambda m: f"mlp.experts.{m[1]}.{_MIXTRAL[m[2]]}.", name)
     return name.replace("block_sparse_moe.gate.", "mlp.gate.")
 
@@ -87,25 +131,63 @@ def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | 
     model may carry an `lm_head.weight`, but only one that equals its embedding.
     """
     shapes = expected_shapes(config)
-    given = {name: w for name, w in canonical(weights).items() if not _DERIVED.fullmatch(name)}
+    beyond = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
+    given = {name: w for name, w in canonical(weights).items() if not _DERIVED.fullmatch(name) and not name.startswith(beyond)}
     if config.tied and "lm_head.weight" in given:
-        if not _same(given["lm_head.weight"], given.get("model.embed_tokens.weight")):
-            raise CorruptError("lm_head.weight differs from model.embed_tokens.weight, but the config says they are tied "
-                               "(tie_word_embeddings); set it to false or drop one of the two.")
-        del given["lm_head.weight"]
-    missing, unused = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
+        _check_tied(given.pop("lm_head.weight"), given.get("model.embed_tokens.weight"))
+    _check_names(config, shapes.keys(), given.keys())
+    for name, shape in shapes.items():
+        check_tensor(name, given[name], shape)
+    return {name: given[name] for name in shapes}
+
+
+class CheckedWeights(Mapping[str, QTensor | torch.Tensor]):
+    """`check_weights` one tensor at a time: names at once, the rest when a tensor is asked for, and nothing is kept. For models
+    whose tensors are stored one by one under canonical names or such that `canonical_name` makes canonical."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self._weights, self._shapes = weights, expected_shapes(config)
+        self._stored = {canonical_name(name): name for name in weights if not _DERIVED.fullmatch(name)}
+        if config.tied and "lm_head.weight" in self._stored:
+            _check_tied(weights[self._stored.pop("lm_head.weight")], weights.get(self._stored["model.embed_tokens.weight"]))
+        _check_names(config, self._shapes.keys(), self._stored.keys())
+
+    def __getitem__(self, name: str) -> QTensor | torch.Tensor:
+        w = self._weights[self._stored[name]]
+        check_tensor(name, w, self._shapes[name])
+        return w
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def _check_tied(head: QTensor | torch.Tensor, embedding: QTensor | torch.Tensor | None) -> None:
+    if not _same(head, embedding):
+        raise CorruptError("lm_head.weight differs from model.embed_tokens.weight, but the config says they are tied "
+                           "(tie_word_embeddings); set it to false or drop one of the two.")
+
+
+def _check_names(config: ModelConfig, wanted: Set[str], given: Set[str]) -> None:
+    missing, unused = sorted(wanted - given), sorted(given - wanted)
     if missing or unused:
         told = [f"{len(names)} {what}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
                 for what, names in (("missing", missing), ("not consumed", unused)) if names]
         raise CorruptError(f"weights do not fit a {config.model_type} of {config.num_layers} layers: {'; '.join(told)}.")
-    for name, shape in shapes.items():
-        w = given[name]
-        if tuple(w.shape) != shape:
-            raise CorruptError(f"{name} has shape {list(w.shape)}, the config asks for {list(shape)}.")
-        if not all_finite(w):
-            raise CorruptError(f"{name} holds NaN or infinity{' in its scales' if isinstance(w, QTensor) else ''}; "
-                               "the file is damaged or was never filled.")
-    return {name: given[name] for name in shapes}
+
+
+def check_tensor(name: str, w: QTensor | torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise `CorruptError` naming a tensor that has another shape or is not finite."""
+    if tuple(w.shape) != shape:
+        raise CorruptError(f"{name} has shape {list(w.shape)}, the config asks for {list(shape)}.")
+    if not all_finite(w):
+        raise CorruptError(f"{name} holds NaN or infinity{' in its scales' if isinstance(w, QTensor) else ''}; "
+                           "the file is damaged or was never filled.")
 
 
 def all_finite(w: QTensor | torch.Tensor) -> bool:
