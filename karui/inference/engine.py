@@ -32,6 +32,7 @@ from karui.inference import handoff
 from karui.inference import memory as kv_memory
 from karui.inference.batch import Ahead, Runner, StepBatch, StepOutput
 from karui.inference.beam import BeamSearch, Branch
+from karui.inference.cache.kv import default_block_size
 from karui.inference.cache.pool import BlockPool
 from karui.inference.cache.prefix import HashedIndex
 from karui.inference.live import Beams, Group, Live, Score
@@ -92,7 +93,8 @@ class Engine:
         max_context: tokens of prompt and output together; None: the model's, or less when memory does not hold that many.
         max_tokens_per_step: rows per step; longer prompts are cut into chunks.
         max_sequences: sequences running at once; more wait.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block, 16. The kivi formats need a multiple of 32 (64): so many tokens at most are in full
+            precision.
         ahead: steps that greedy decoding may run in one call of a runner that can (native), as far as `AHEAD_S` allows. What a
             step costs beside the model is then paid once for all of them; deltas hold several tokens. 1: one at a time. So it is
             with drafts that the runner can make (prompt lookup, EAGLE-3); no step starts once they gained twice as many tokens.
@@ -103,18 +105,24 @@ class Engine:
 
     def __init__(self, runner: Runner, tokenizer: Any = None, *, eos_token_ids: Sequence[int] = (), kv_dtype: str = "auto",
                  memory: int | str | None = None, max_context: int | None = None, max_tokens_per_step: int = 512,
-                 max_sequences: int = 64, block_size: int = 16, ahead: int = AHEAD, speculation: Speculation | None = None,
-                 dense_weight: Callable[[str], torch.Tensor] | None = None, model: str = "") -> None:
+                 max_sequences: int = 64, block_size: int | None = None, ahead: int = AHEAD,
+                 speculation: Speculation | None = None, dense_weight: Callable[[str], torch.Tensor] | None = None,
+                 model: str = "") -> None:
+        self.kv_dtype = getattr(runner, "default_kv_dtype", "float16") if kv_dtype == "auto" else kv_dtype
+        block_size = default_block_size(self.kv_dtype) if block_size is None else block_size
         for name, value in (("max_tokens_per_step", max_tokens_per_step), ("max_sequences", max_sequences),
                             ("block_size", block_size), ("ahead", ahead)):
             if value < 1:
                 raise KaruiError(f"engine: {name} must be at least 1, got {value}.")
         self.runner, self.tokenizer, self.config, self.model = runner, tokenizer, runner.config, model
         self.eos = frozenset(eos_token_ids)
-        self.kv_dtype = getattr(runner, "default_kv_dtype", "float16") if kv_dtype == "auto" else kv_dtype
-        num_blocks, self.max_context = kv_memory.plan(
-            runner, self.kv_dtype, memory, max_context, context_limit(self.config), max_sequences, block_size)
-        runner.allocate(num_blocks, block_size, self.kv_dtype)
+        num_blocks, self.max_context, num_staged = kv_memory.plan(
+            runner, self.kv_dtype, memory, max_context, context_limit(self.config), max_sequences, block_size,
+            max_tokens_per_step)
+        if num_staged and speculation is not None:
+            speculation.check_chains(self.kv_dtype)
+        runner.allocate(num_blocks, block_size, self.kv_dtype, *([num_staged] if num_staged else []))
+        self._settles = bool(num_staged)
         self.pool = BlockPool(num_blocks, block_size, HashedIndex())
         self.scheduler = Scheduler(self.pool, max_tokens_per_step, max_sequences, self.max_context, on_preempt=_forget_drafts)
         self.version: int | str = 0
@@ -255,7 +263,7 @@ class Engine:
         with self._lock:
             count, data, scale = handoff.read(self.pool, self.runner, tokens, self._namespace(None, cache_salt))
             return handoff.Prefix(tokens=tuple(tokens[:count]), data=data, scale=scale, kv_dtype=self.kv_dtype, model=self.model,
-                                  version=str(self.version), cache_salt=cache_salt)
+                                  version=str(self.version), cache_salt=cache_salt, block_size=self.pool.block_size)
 
     def import_prefix(self, prefix: handoff.Prefix) -> int:
         """Put what another engine exported into the prefix cache; returns how many of its tokens are there then. Requests that
@@ -266,7 +274,7 @@ class Engine:
         """
         self._check_vocabulary(prefix.tokens)
         with self._lock:
-            prefix.check(self.config, self.kv_dtype, self.model, str(self.version))
+            prefix.check(self.config, self.kv_dtype, self.model, str(self.version), self.pool.block_size)
             return handoff.write(self.pool, self.runner, prefix, self._namespace(None, prefix.cache_salt))
 
     # -- weights
@@ -379,6 +387,10 @@ class Engine:
                 self.scheduler.preempt(work.sequence)
             self._failed(plan, error)
             return
+        if self._settles:  # behind the copies, which may read what is nobody's by now
+            runner: Any = self.runner
+            runner.settle(self.pool.settled)
+        self.pool.settled.clear()
         try:
             if alone and self._run_ahead(plan, alone, ahead):
                 return

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
-from karui.inference.cache.kv import DTYPES, SCALED
+from karui.inference.cache.kv import DTYPES, SCALED, STAGED, stored_width
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -46,6 +46,7 @@ class Prefix:
         model: identity of the bundle that the engine was loaded from, "" where it was none.
         version: of its weights.
         cache_salt: the requests'.
+        block_size: of the cache that they were taken from.
     """
 
     tokens: tuple[int, ...]
@@ -55,6 +56,7 @@ class Prefix:
     model: str
     version: str
     cache_salt: str
+    block_size: int
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file."""
@@ -63,7 +65,7 @@ class Prefix:
         tensors = {"data": self.data.view(torch.uint8) if self.kv_dtype == "fp8" else self.data}
         tensors |= {} if self.scale is None else {"scale": self.scale}
         facts = {"tokens": self.tokens, "kv_dtype": self.kv_dtype, "model": self.model,
-                 "version": self.version, "cache_salt": self.cache_salt}
+                 "version": self.version, "cache_salt": self.cache_salt, "block_size": self.block_size}
         save_file({k: v.contiguous() for k, v in tensors.items()}, path, {"karui_prefix": json.dumps(facts)})
 
     @staticmethod
@@ -81,7 +83,7 @@ class Prefix:
             if facts["kv_dtype"] == "fp8" and data.dtype == torch.uint8:
                 data = data.view(kind)
             made = Prefix(tokens=tuple(int(t) for t in facts["tokens"]), data=data, scale=tensors.pop("scale", None),
-                          **{name: str(facts[name]) for name in text})
+                          block_size=int(facts["block_size"]), **{name: str(facts[name]) for name in text})
             shape = made.data.shape
             if tensors or made.data.dtype != kind or len(shape) != 5 or shape[0] not in (1, 2) or (
                     shape[2] != len(made.tokens)) or (
@@ -92,15 +94,18 @@ class Prefix:
             raise CorruptError(f"{path} is not a prefix written by `Prefix.save`: {error}") from error
         return made
 
-    def check(self, config: ModelConfig, kv_dtype: str, model: str, version: str) -> None:
+    def check(self, config: ModelConfig, kv_dtype: str, model: str, version: str, block_size: int) -> None:
         """Raise `KaruiError` unless an engine of these can use it. Bundles are compared where both sides came from one."""
         sides, heads, width = config.cache_shape
-        shape = (sides, config.num_layers, len(self.tokens), heads, width)
+        shape = (sides, config.num_layers, len(self.tokens), heads, stored_width(width, self.kv_dtype))
         if tuple(self.data.shape) != shape:
             raise KaruiError(f"this prefix is of another model: its keys are {tuple(self.data.shape)}, this model's {shape}.")
         if self.kv_dtype != kv_dtype:
             raise KaruiError(f"this prefix is in {self.kv_dtype}, the engine's cache in {kv_dtype}; load the engine with "
                              f"kv_dtype={self.kv_dtype!r}.")
+        if kv_dtype in STAGED and self.block_size != block_size:
+            raise KaruiError(f"this prefix was made in blocks of {self.block_size} tokens, which its {kv_dtype} keys depend on; "
+                             f"load the engine with block_size={self.block_size}.")
         if self.version != version or (self.model != model and "" not in (self.model, model)):
             raise KaruiError("this prefix was computed with other weights than the engine has: another bundle, or an update in "
                              "between.")

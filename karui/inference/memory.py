@@ -39,25 +39,34 @@ def default_budget(device: torch.device) -> int:
 
 
 def plan(runner: Runner, kv_dtype: str, memory: int | str | None, max_context: int | None, model_context: int,
-         max_sequences: int, block_size: int) -> tuple[int, int]:
-    """(number of blocks, context length). Raises `KaruiError` when the budget cannot hold what was asked for."""
+         max_sequences: int, block_size: int, max_tokens: int = 0) -> tuple[int, int, int]:
+    """(number of blocks, context length, how many blocks can be unfinished at once where a format keeps those besides, else 0).
+
+    Raises `KaruiError` when the budget cannot hold what was asked for. max_tokens: rows of a step.
+    """
     if max_context is not None and not 2 <= max_context <= model_context:
         raise KaruiError(f"max_context is {max_context:,}; this model's positions reach from 2 to {model_context:,}.")
     per_token = runner.kv_bytes_per_token(kv_dtype)
     budget = default_budget(torch.device(getattr(runner, "device", "cpu"))) if memory is None else parse_bytes(memory)
-    affordable = budget // (per_token * block_size)
+    staged = getattr(runner, "kv_staged_bytes_per_token", lambda _: 0)(kv_dtype)
+    # Each running sequence has an unfinished block, and one more that its rows of a step begin, besides the blocks they fill.
+    unfinished = 2 * max_sequences + -(-max_tokens // block_size) if staged else 0
+    affordable = budget // ((per_token + staged) * block_size)
+    if affordable > unfinished:
+        affordable = (budget - unfinished * staged * block_size) // (per_token * block_size)
     if hasattr(runner, "agree"):
         affordable = runner.agree(affordable)
     wanted = max_context or model_context
     blocks = min(affordable, max_sequences * -(-wanted // block_size))
-    sizes = f"{budget:,} bytes at {per_token:,} bytes per token ({kv_dtype}) hold {affordable * block_size:,} tokens"
+    beside = f" and {staged:,} more in unfinished blocks" if staged else ""
+    sizes = f"{budget:,} bytes at {per_token:,} bytes per token{beside} ({kv_dtype}) hold {affordable * block_size:,} tokens"
     if blocks < 2 or (max_context is not None and blocks * block_size < max_context):
         raise KaruiError(f"KV memory: {sizes}; one context of {max(wanted if max_context else 2 * block_size, 2):,} tokens needs "
-                         f"{per_token * -(-(max_context or 2 * block_size) // block_size) * block_size:,} bytes. "
+                         f"{(per_token + staged) * -(-(max_context or 2 * block_size) // block_size) * block_size:,} bytes. "
                          "Raise memory, lower max_context, or choose a smaller kv_dtype.")
     context = min(wanted, blocks * block_size)
     logger.info("KV cache: %s; using %d blocks of %d tokens, context up to %d, weights %d bytes",
                 sizes, blocks, block_size, context, runner.weight_bytes())
     if context < wanted:
         logger.info("context limited to %d tokens of the model's %d by the KV memory", context, model_context)
-    return blocks, context
+    return blocks, context, min(unfinished, blocks)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from karui.configs.errors import UnsupportedError
 from karui.inference.requests import SamplingParams
 from karui.inference.sampling import distribution, sample
 from karui.inference.scheduler import Scheduler
@@ -44,6 +45,14 @@ class Speculation:
     def controllers(self) -> dict[int, Controller]:
         """Per power of two of decoding sequences: whether drafting pays there."""
         return self._controllers
+
+    def check_chains(self, kv_dtype: str) -> None:
+        """Raise `UnsupportedError` when drafts may be trees: an accepted branch would have to be moved, and blocks coded anew."""
+        c = self.config
+        if c.method in ("medusa", "lookahead") or (c.method == "eagle3" and c.width != 1):
+            asked = c.method if c.method != "eagle3" else f"eagle3 with width={c.width}"
+            raise UnsupportedError(f"kv_dtype {kv_dtype!r} goes with drafts that are chains: ngram, draft, or eagle3 with "
+                                   f"width=1, not {asked}.")
 
     def attach(self, live: Live) -> None:
         live.proposer = self._new()

@@ -8,24 +8,26 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from karui.inference.cache.kivi import KiviStore
 from karui.inference.cache.kv import KVStore
 from karui.inference.models.step import Step
 
 
-def attend(kv: KVStore, layer: int, q: torch.Tensor, step: Step, window: int | None) -> torch.Tensor:
+def attend(kv: KVStore | KiviStore, layer: int, q: torch.Tensor, step: Step, window: int | None) -> torch.Tensor:
     """q [T, A, D] -> [T, A, D], each sequence over its own keys; one-row sequences go together, padded."""
     out = torch.empty_like(q)
-    if step.padded is not None:
-        k, v = kv.read(layer, step.padded.slots, q.dtype)
-        out[step.padded.rows] = sdpa(q[step.padded.rows][:, None], k, v, step.padded.mask(window))[:, 0]
-    for span in step.spans if step.padded is None else step.padded.others:
-        k, v = kv.read(layer, span.slots, q.dtype)
-        visible = span.visible
-        if window is not None:
-            near = span.key_positions[None] > step.positions[span.start:span.stop, None] - window
-            visible = near if visible is None else visible & near
-        rows = slice(span.start, span.stop)
-        out[rows] = sdpa(q[None, rows], k[None], v[None], None if visible is None else visible[None, None])[0]
+    padded = step.padded if isinstance(kv, KVStore) else None
+    if padded is not None and isinstance(kv, KVStore):
+        k, v = kv.read(layer, padded.slots, q.dtype)
+        out[padded.rows] = sdpa(q[padded.rows][:, None], k, v, padded.mask(window))[:, 0]
+    for span in step.spans if padded is None else padded.others:
+        for start, stop, k, v in kv.seen(layer, span, q.dtype):
+            visible = None if span.visible is None else span.visible[start - span.start:stop - span.start, :len(k)]
+            if window is not None:
+                near = span.key_positions[None, :len(k)] > step.positions[start:stop, None] - window
+                visible = near if visible is None else visible & near
+            mixed = sdpa(q[None, start:stop], k[None], v[None], None if visible is None else visible[None, None])
+            out[start:stop] = mixed[0]
     return out
 
 

@@ -10,7 +10,7 @@ and for debugging; the native runner has the property at full speed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
-from karui.inference.cache.kv import KVStore, bytes_per_token
+from karui.inference.cache.kivi import KiviStore
+from karui.inference.cache.kv import STAGED, KVStore, bytes_per_token, check_dtype, staged_bytes_per_token
 from karui.inference.models.attention import attend
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.rope import cos_sin, inverse_frequencies, rotate
@@ -64,14 +65,25 @@ class TorchRunner:
 
     # -- Runner protocol
 
-    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None) -> None:
         c = self.config
-        self._kv: KVStore | None = None
-        self._kv = KVStore(c.num_layers, num_blocks * block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device)
+        self._kv: KVStore | KiviStore | None = None
+        if check_dtype(kv_dtype) in STAGED:
+            self._kv = KiviStore(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device,
+                                 num_staged)
+        else:
+            self._kv = KVStore(c.num_layers, num_blocks * block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device)
         self._block_size = block_size
+
+    def settle(self, blocks: Iterable[int]) -> None:
+        if isinstance(self._kv, KiviStore):
+            self._kv.settle(blocks)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         return bytes_per_token(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
+
+    def kv_staged_bytes_per_token(self, kv_dtype: str) -> int:
+        return staged_bytes_per_token(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
 
     def weight_bytes(self) -> int:
         return sum(nbytes(w) for w in self._weights.values())
@@ -90,6 +102,8 @@ class TorchRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> StepOutput:
+        if batch.tree_masks is not None and self._kv is not None and self._kv.staged:
+            raise UnsupportedError("a cache that codes whole blocks (kivi) serves no trees of drafts, only chains.")
         step = Step.of(batch, self._block_size, self._adapter_rows(batch), self.device)
         if not self.bit_exact:
             x, aux = self._layers(step, batch.aux_layers)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from karui.configs.errors import UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
+from karui.inference.cache.kv import PACKED, KVStore, check_dtype
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.rope import cos_sin
@@ -138,7 +139,12 @@ class TritonRunner(TorchRunner):
 
     # -- Runner protocol
 
-    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        if check_dtype(kv_dtype) in PACKED:
+            raise UnsupportedError(f"kv_dtype {kv_dtype!r} has no Triton kernel; use fp8 or int8, or load with runner='torch'.")
+        return super().kv_bytes_per_token(kv_dtype)
+
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None) -> None:
         self._graphs.clear()
         self._caches = []  # views, which would hold the old blocks beside the new ones
         needed = num_blocks * block_size * self.kv_bytes_per_token(kv_dtype)
@@ -151,7 +157,7 @@ class TritonRunner(TorchRunner):
                 f"{num_blocks} blocks of KV cache need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; {fits} blocks "
                 f"would fit (fewer sequences, a shorter context, or kv_dtype='fp8' or 'int8')."
             ) from error
-        assert self._kv is not None
+        assert isinstance(self._kv, KVStore)
         scale = self._kv.scale
         self._caches = [Cache(self._kv.data[0, i], self._kv.data[1, i], *((None, None) if scale is None else (scale[0, i],
                                                                                                               scale[1, i])))
