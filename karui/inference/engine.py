@@ -35,6 +35,7 @@ from karui.inference.beam import BeamSearch, Branch
 from karui.inference.cache.kv import default_block_size
 from karui.inference.cache.pool import BlockPool
 from karui.inference.cache.prefix import HashedIndex
+from karui.inference.cache.states import StatePool
 from karui.inference.live import Beams, Group, Live, Score
 from karui.inference.lora import read_adapter
 from karui.inference.models.decoder import TorchRunner
@@ -74,6 +75,7 @@ class Stats:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     weight_version: int | str = 0
+    num_cached_states: int = 0
 
     @property
     def acceptance(self) -> float:
@@ -116,6 +118,10 @@ class Engine:
                 raise KaruiError(f"engine: {name} must be at least 1, got {value}.")
         self.runner, self.tokenizer, self.config, self.model = runner, tokenizer, runner.config, model
         self.eos = frozenset(eos_token_ids)
+        num_pages, max_sequences, memory = kv_memory.plan_states(
+            runner, memory, max_sequences, 0 if speculation is None else speculation.config.k)
+        if num_pages and speculation is not None:
+            speculation.check_recurrent()
         num_blocks, self.max_context, num_staged = kv_memory.plan(
             runner, self.kv_dtype, memory, max_context, context_limit(self.config), max_sequences, block_size,
             max_tokens_per_step)
@@ -124,7 +130,11 @@ class Engine:
         runner.allocate(num_blocks, block_size, self.kv_dtype, *([num_staged] if num_staged else []))
         self._settles = bool(num_staged)
         self.pool = BlockPool(num_blocks, block_size, HashedIndex())
-        self.scheduler = Scheduler(self.pool, max_tokens_per_step, max_sequences, self.max_context, on_preempt=_forget_drafts)
+        if num_pages:
+            hybrid: Any = runner
+            hybrid.allocate_states(num_pages)
+        self.scheduler = Scheduler(self.pool, max_tokens_per_step, max_sequences, self.max_context, on_preempt=_forget_drafts,
+                                   states=StatePool(num_pages) if num_pages else None)
         self.version: int | str = 0
         self.speculation = speculation
         self._backend = None if tokenizer is None else backend_of(tokenizer)
@@ -260,6 +270,7 @@ class Engine:
             KaruiError: none is there. The prompt is run first, with max_tokens=1 where another engine decodes.
         """
         tokens = self.encode(prompt)
+        handoff.check_plain(self.config)
         with self._lock:
             count, data, scale = handoff.read(self.pool, self.runner, tokens, self._namespace(None, cache_salt))
             return handoff.Prefix(tokens=tuple(tokens[:count]), data=data, scale=scale, kv_dtype=self.kv_dtype, model=self.model,
@@ -273,6 +284,7 @@ class Engine:
             KaruiError: of another model, other weights, or another kv_dtype.
         """
         self._check_vocabulary(prefix.tokens)
+        handoff.check_plain(self.config)
         with self._lock:
             prefix.check(self.config, self.kv_dtype, self.model, str(self.version), self.pool.block_size)
             return handoff.write(self.pool, self.runner, prefix, self._namespace(None, prefix.cache_salt))
@@ -482,6 +494,7 @@ class Engine:
         size, tables = self.pool.block_size, self.scheduler.tables
         tokens, positions, slots = self._rows
         starts, contexts, rows, adapters, masks = [0], [], [], [], []
+        states: list[tuple[int, int, int, int]] = []
         wanted: list[int] = []
         at = 0
         for work in plan.works:
@@ -502,6 +515,8 @@ class Engine:
                 tokens[at:at + count], positions[at:at + count] = s.tokens[first:first + count], index
                 slots[at:at + count] = tables[s.table_row, index // size] * size + index % size
                 at += count
+            if s.writes:
+                states += _state_runs(s, at - count)
             if s.recompute or work.drafted:
                 wanted += range(at - count, at)
             elif first + count == len(s.tokens):
@@ -516,6 +531,7 @@ class Engine:
             _ints(contexts), torch.from_numpy(tables[rows, :-(-max(contexts) // size)]), _ints(wanted),
             tree_masks=masks if any(m is not None for m in masks) else None,
             adapters=_ints(adapters) if max(adapters) >= 0 else None,
+            states=_ints(states) if states else None,
             want_hidden=self.speculation is not None and self.speculation.needs_hidden,
             aux_layers=() if self.speculation is None else self.speculation.aux_layers)
 
@@ -791,7 +807,8 @@ class Engine:
         return Stats(self._num_steps, self._num_failed, len(self.scheduler.running), waiting, self._num_prompt, self._num_cached,
                      self._num_generated, self.scheduler.num_preemptions,
                      self.pool.num_blocks, self.pool.num_free, self.pool.num_cached,
-                     drafts.drafted if drafts else 0, drafts.accepted if drafts else 0, self.version)
+                     drafts.drafted if drafts else 0, drafts.accepted if drafts else 0, self.version,
+                     self.scheduler.states.num_cached if self.scheduler.states is not None else 0)
 
     @property
     def _capacity(self) -> int:
@@ -894,6 +911,15 @@ class _Rows:
         return self.output.logits[rows].cpu().numpy()
 
 
+def _state_runs(s: Tokens, row: int) -> list[tuple[int, int, int, int]]:
+    """(first row, row after the last, page read, page written) of a sequence's runs in the step; its rows begin at `row`."""
+    runs, done, page = [], 0, s.state
+    for end, target in s.writes:
+        runs.append((row + done, row + end, page, target))
+        done, page = end, target
+    return runs
+
+
 def _gain(rounds: int, drafts: dict[str, Any] | None) -> int:
     """Tokens with which a sequence ends a call of so many rounds."""
     return rounds * (2 if drafts else 1)
@@ -905,5 +931,5 @@ def _forget_drafts(s: Tokens) -> None:
         proposer.reset()
 
 
-def _ints(values: Sequence[int]) -> torch.Tensor:
+def _ints(values: Sequence[Any]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int32))

@@ -17,6 +17,9 @@ CPU_DEFAULT_BYTES = 2 << 30
 STEP_BYTES = 1 << 30
 """What a GPU keeps for a step's own tensors: logits of hundreds of rows, a weight that is decoded for many rows, graphs."""
 
+CACHED_PAGES, CACHED_SHARE = 1024, 1 / 16
+"""Recurrent states that the prefix cache keeps: so many, within this share of the budget, but at least one per sequence."""
+
 
 def parse_bytes(size: int | str) -> int:
     """Bytes of a number or a text such as "2GiB" or "500MB". Raises `KaruiError` for anything else and for less than one byte."""
@@ -36,6 +39,30 @@ def default_budget(device: torch.device) -> int:
     import psutil
 
     return min(CPU_DEFAULT_BYTES, psutil.virtual_memory().available // 4)
+
+
+def plan_states(runner: Runner, memory: int | str | None, max_sequences: int, drafted: int) -> tuple[int, int, int | str | None]:
+    """(pages of recurrent states, sequences that can run at once, memory left for keys and values) of a hybrid model; of another
+    one 0 and what was given.
+
+    Each running sequence has two pages, and one per token of a draft; more are for the prefix cache. Pages take half of the
+    budget at most. Raises `KaruiError` when that does not hold two pages.
+    """
+    per_page = getattr(runner, "state_bytes", 0)
+    if not per_page:
+        return 0, max_sequences, memory
+    budget = default_budget(torch.device(getattr(runner, "device", "cpu"))) if memory is None else parse_bytes(memory)
+    cached = max(max_sequences, min(CACHED_PAGES, int(budget * CACHED_SHARE) // per_page))
+    pages = min(max_sequences * (2 + drafted) + cached, budget // 2 // per_page - 1)
+    if pages < 2:
+        raise KaruiError(f"KV memory: {budget:,} bytes, of which recurrent states may take half, do not hold the three pages of "
+                         f"{per_page:,} bytes that one sequence of this model needs. Raise memory.")
+    sequences = min(max_sequences, pages // 2)
+    logger.info("recurrent states: %d pages of %d bytes, whatever the context: two for each of %d sequences, %d for drafts and "
+                "the prefix cache", pages, per_page, sequences, pages - 2 * sequences)
+    if sequences < max_sequences:
+        logger.info("%d sequences run at once instead of %d: the memory holds no more recurrent states", sequences, max_sequences)
+    return pages, sequences, budget - (pages + 1) * per_page  # and the page of zeros
 
 
 def plan(runner: Runner, kv_dtype: str, memory: int | str | None, max_context: int | None, model_context: int,

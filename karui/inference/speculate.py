@@ -54,6 +54,12 @@ class Speculation:
             raise UnsupportedError(f"kv_dtype {kv_dtype!r} goes with drafts that are chains: ngram, draft, or eagle3 with "
                                    f"width=1, not {asked}.")
 
+    def check_recurrent(self) -> None:
+        """Raise `UnsupportedError` when drafts may be trees: rows of a recurrent layer follow one another."""
+        if self.config.method not in ("ngram", "draft"):
+            raise UnsupportedError(f"speculation {str(self.config)!r} does not go with recurrent layers, whose rows cannot "
+                                   "branch; use ngram or draft.")
+
     def attach(self, live: Live) -> None:
         live.proposer = self._new()
         live.completion.lossy = self.typical(live.params)
