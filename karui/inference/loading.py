@@ -15,6 +15,7 @@ import torch
 from karui.configs.errors import KaruiError, UnsupportedError, nearest
 from karui.inference.batch import Runner
 from karui.inference.bundle.reader import Opened, open_model
+from karui.inference.memory import parse_bytes
 from karui.inference.models.config import ModelConfig, from_hf
 from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.weights import nbytes
@@ -35,13 +36,15 @@ logger = logging.getLogger(__name__)
 FITTING = {"bf16": 16.0, "w8 or fp8": 8.1, "w4g128": 4.2, "w2g64": 2.3}
 RunnerChoice = Literal["auto", "native", "triton", "torch"]
 Parallel = Literal["tensor", "pipeline"]
-_OPTIONS = ("device", "runner", "dtype", "bit_exact", "activation_bits", "speculation", "parallel", "kv_dtype", "memory",
+_OPTIONS = ("device", "runner", "dtype", "bit_exact", "activation_bits", "speculation", "parallel", "weight_memory",
+            "offload_to", "kv_dtype", "memory",
             "max_context", "max_tokens_per_step", "max_sequences", "block_size", "ahead")
 
 
 def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", runner: RunnerChoice = "auto", dtype: str = "auto",
          bit_exact: bool = False, activation_bits: int | None = None, speculation: SpeculationConfig | str | None = None,
-         parallel: Parallel | None = None, **options: Any) -> Engine:
+         parallel: Parallel | None = None, weight_memory: int | str | None = None, offload_to: str | Path | None = None,
+         **options: Any) -> Engine:
     """An engine for `path`: a bundle, a model folder, or a name of the catalogue.
 
     Args:
@@ -55,6 +58,9 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
         speculation: a `SpeculationConfig` or its short spelling, such as "ngram:8".
         parallel: "tensor" or "pipeline": the model lies on all ranks of the process group, each of which loads it so; torch
             runner, without speculation (`models.parallel`).
+        weight_memory: what weights may take on the device, bytes or a text such as "4GiB". Layers beyond it are read in every
+            step while others are computed: from a file on the CPU, from main memory on a GPU. Native and triton runners.
+        offload_to: the folder of that file, on a fast disk; the system's temporary one when None.
         options: the arguments of `Engine`.
     """
     unknown = [name for name in options if name not in _OPTIONS]
@@ -64,13 +70,13 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
     opened = open_model(find(path))
     config = from_hf(opened.config)
     if parallel is not None:
-        if spec.method != "none" or runner not in ("auto", "torch") or bit_exact or activation_bits == 8:
-            raise UnsupportedError("a model on several ranks runs on the torch runner, without speculation, bit_exact and "
-                                   "activation_bits=8.")
+        if spec.method != "none" or runner not in ("auto", "torch") or bit_exact or activation_bits == 8 or weight_memory:
+            raise UnsupportedError("a model on several ranks runs on the torch runner, without speculation, bit_exact, "
+                                   "activation_bits=8 and weight_memory.")
         made = make_parallel(opened, config, parallel, device=device, dtype=dtype)
     else:
         made = make_runner(opened, config, device=device, choice=runner, dtype=dtype, bit_exact=bit_exact,
-                           activation_bits=activation_bits)
+                           activation_bits=activation_bits, weight_memory=weight_memory, offload_to=offload_to)
     tokenizer = load_tokenizer(opened.tokenizer_path)
     drafting = None
     if spec.method != "none":
@@ -103,20 +109,22 @@ def make_parallel(opened: Opened, config: ModelConfig, parallel: Parallel, *, de
 
 
 def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", choice: RunnerChoice = "auto", dtype: str = "auto",
-                bit_exact: bool = False, activation_bits: int | None = None) -> Runner:
+                bit_exact: bool = False, activation_bits: int | None = None, weight_memory: int | str | None = None,
+                offload_to: str | Path | None = None) -> Runner:
     """The runner asked for, or the best one that can serve the model, with the reason logged."""
     if activation_bits not in (None, 8, 16):
         raise KaruiError(f"activation_bits must be 8 or 16, got {activation_bits}.")
     if choice not in ("auto", "native", "triton", "torch"):
         raise KaruiError(f"runner {choice!r} is not known; use auto, native, triton or torch.")
-    where = _device(device)
+    where, limit = _device(device), None if weight_memory is None else parse_bytes(weight_memory)
     if choice == "native" and where.type != "cpu":
         raise UnsupportedError(f"the native runner works on the CPU, not on {device}; use runner='auto' there.")
     if choice in ("auto", "native") and where.type == "cpu" and dtype == "auto":
         try:
             from karui.inference.models.native import NativeRunner
 
-            made: Runner = NativeRunner(config, dict(opened.weights()), activation_bits=activation_bits or 8)
+            made: Runner = NativeRunner(config, opened.weights(), activation_bits=activation_bits or 8, weight_memory=limit,
+                                        offload_to=offload_to)
             logger.info("runner: native")
             return made
         except (ImportError, UnsupportedError) as error:
@@ -135,6 +143,9 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", cho
             with _said_when_full(opened, where, kept, packed=True):
                 return TritonRunner(config, dict(opened.weights()), where, kept, activation_bits=activation_bits or 16)
         logger.info("runner: torch, because the triton one cannot serve this model: %s", reason)
+    if limit is not None:
+        raise UnsupportedError("weight_memory: the torch runner keeps all weights where it computes; the native and the triton "
+                               "runner can read layers when their turn comes.")
     if activation_bits == 8:
         raise UnsupportedError("the torch runner computes with activations as they are; leave activation_bits out.")
     with _said_when_full(opened, where, kept):

@@ -14,6 +14,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,18 @@ from karui.inference.cache.kv import DTYPES
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
 from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of
-from karui.inference.models.weights import Weights, check_weights
+from karui.inference.models.weights import CheckedWeights, Weights
 from karui.kernels.native import quiet_torch
 from karui.kernels.native.arena import Arena
 from karui.kernels.native.library import CACHE_TYPES, TARGETS, Batch, Config, Layer, Linear, Lora, Rounds, Stream, address, load
+from karui.kernels.native.spill import SpillFile, spilled_layers
 from karui.kernels.native.weights import Packed, pack
 from karui.kernels.qtensor import QTensor
 
 log = logging.getLogger(__name__)
 
 _PARENTS = ("self_attn",) * 4 + ("mlp",) * 3
+_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 
 def default_threads() -> int:
@@ -53,12 +56,15 @@ class NativeRunner:
         threads: size of the team; default: physical cores.
         activation_bits: 8: int8 activations for integer weights (fast); 16: fp32 activations (reference, for evaluation).
         isa: instruction set, default the best one (or KARUI_ISA).
+        weight_memory: bytes that weights may take. Layers beyond it lie in a file and are read, in every step, while others are
+            computed; None: all stay in memory.
+        offload_to: folder of that file, the system's temporary one when None.
     """
 
     supports_adapters = True
 
     def __init__(self, config: ModelConfig, weights: Weights, threads: int | None = None, activation_bits: int = 8,
-                 isa: str | None = None) -> None:
+                 isa: str | None = None, weight_memory: int | None = None, offload_to: str | Path | None = None) -> None:
         if config.head_dim > 512 or config.head_dim % 2:
             raise UnsupportedError(f"head_dim {config.head_dim} is not supported by the native kernels: even and at most 512.")
         if config.beyond_llama:
@@ -75,6 +81,7 @@ class NativeRunner:
         self._inv_freq, self._rope_factor = inverse_frequencies(config)
         self._inv_freq = self._inv_freq.float().contiguous()
         self._dynamic = kind_of(config) == "dynamic"
+        self._weight_memory, self._offload_to = weight_memory, offload_to
         self.load_weights(weights)
 
     def __del__(self) -> None:
@@ -86,16 +93,14 @@ class NativeRunner:
 
     def load_weights(self, weights: Weights) -> None:
         """Replace all weights; KV memory and adapters stay. Nothing changes when the check fails."""
-        c, checked = self.config, check_weights(self.config, weights)
-        packed: list[Packed] = []
-        arena = Arena()
-        norms: list[torch.Tensor] = []
+        c, checked = self.config, CheckedWeights(self.config, weights)
+        arena, norms = Arena(), list[torch.Tensor]()
+        file = None if self._weight_memory is None else SpillFile(self._offload_to)
 
-        def matrix(module: str) -> Linear:
+        def matrix(module: str, where: Arena) -> Packed:
             bias = checked.get(f"{module}.bias")
             assert not isinstance(bias, QTensor)
-            packed.append(pack(self._lib, f"{module}.weight", checked[f"{module}.weight"], bias, self.activation_bits, arena))
-            return packed[-1].linear
+            return pack(self._lib, f"{module}.weight", checked[f"{module}.weight"], bias, self.activation_bits, where)
 
         def vector(name: str) -> int | None:
             w = checked.get(name)
@@ -104,26 +109,50 @@ class NativeRunner:
             norms.append((w.dequantize() if isinstance(w, QTensor) else w).float().contiguous())
             return address(norms[-1])
 
-        layers = (Layer * c.num_layers)()
+        linears, vectors, places = [], [], []
         for i in range(c.num_layers):
             prefix = f"model.layers.{i}."
+            linears.append([matrix(f"{prefix}{parent}.{target}", arena if file is None else Arena())
+                            for parent, target in zip(_PARENTS, TARGETS)])
+            vectors.append([vector(f"{prefix}{name}.weight") for name in _NORMS])
+            places.append((0, 0))
+            if file is not None:
+                places[i] = file.add(linears[i])
+                linears[i] = [Packed(packed.linear, (), packed.nbytes) for packed in linears[i]]  # what was written is let go
+        embedding = matrix("model.embed_tokens", arena)
+        head = embedding if c.tied else matrix("lm_head", arena)
+        final, ends = vector("model.norm.weight"), [embedding] if c.tied else [embedding, head]
+        in_layers = sum(packed.nbytes for layer in linears for packed in layer)
+        fixed = sum(packed.nbytes for packed in ends) + sum(n.numel() * 4 for n in norms)
+        if file is not None:
+            assert self._weight_memory is not None
+            away = spilled_layers([size for _, size in places], fixed, self._weight_memory)
+            for i, out in enumerate(away):
+                if not out:
+                    file.bring_back(linears[i], *places[i], arena)
+                    places[i] = 0, 0
+            if any(away):
+                log.info("%d of %d layers, %d of %d bytes, are read in every step: they do not fit into weight_memory", sum(away),
+                         c.num_layers, sum(size for _, size in places), in_layers + fixed)
+        layers = (Layer * c.num_layers)()
+        for i in range(c.num_layers):
             window = c.sliding_window[i] if c.sliding_window else None
-            layers[i] = Layer(*(matrix(f"{prefix}{parent}.{target}") for parent, target in zip(_PARENTS, TARGETS)),
-                              vector(f"{prefix}input_layernorm.weight"), vector(f"{prefix}post_attention_layernorm.weight"),
-                              vector(f"{prefix}self_attn.q_norm.weight"), vector(f"{prefix}self_attn.k_norm.weight"), window or 0)
-        embedding = matrix("model.embed_tokens")
-        head = embedding if c.tied else matrix("lm_head")
-        final = vector("model.norm.weight")
+            layers[i] = Layer(*(packed.linear for packed in linears[i]), *vectors[i], window or 0, *places[i])
         config = Config(c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size,
-                        self.threads, c.norm_eps, self._rope_factor, address(self._inv_freq), final, ctypes.addressof(embedding),
-                        ctypes.addressof(head), ctypes.addressof(layers))
+                        self.threads, c.norm_eps, self._rope_factor, address(self._inv_freq), final,
+                        ctypes.addressof(embedding.linear), ctypes.addressof(head.linear), ctypes.addressof(layers),
+                        -1 if file is None else file.fd)
         if self._model is None:
             self._model = self._lib.model(ctypes.byref(config))
+            full = not self._model
         else:
-            self._lib.configure(self._model, ctypes.byref(config))
-        self._held = (packed, norms, layers, embedding, head)  # what the C++ side points into
-        self.embedding: Linear = embedding
-        self._weight_bytes = sum(p.nbytes for p in packed) + sum(n.numel() * 4 for n in norms)
+            full = self._lib.configure(self._model, ctypes.byref(config)) != 0
+        if full:
+            raise KaruiError("no memory for the buffers of layers that are read from a file.")
+        self.embedding: Linear = embedding.linear
+        self._held = (linears, ends, norms, layers, file)  # what the C++ side points into
+        self._weight_bytes = in_layers + fixed
+        self.spilled_bytes = sum(size for _, size in places)
 
     def weight_bytes(self) -> int:
         return self._weight_bytes
@@ -244,6 +273,7 @@ class NativeRunner:
         if failed > 0:
             raise KaruiError({1: "forward() before allocate(): there is no KV memory.",
                               2: f"a token id of the step is outside the vocabulary of {self.config.vocab_size}.",
+                              4: "the file of the layers that do not fit into memory could not be read.",
                               3: f"a slot of the step is outside the {getattr(self, '_slots', 0)} allocated ones."}[failed])
 
     def _step(self, batch: StepBatch) -> tuple[Batch, StepOutput, object]:

@@ -36,7 +36,8 @@ class Layer(C.Structure):
     """`Layer` of model.cpp."""
 
     _fields_ = [(n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down")] + [
-        (n, C.c_void_p) for n in ("input_norm", "post_norm", "q_norm", "k_norm")] + [("window", C.c_int64)]
+        (n, C.c_void_p) for n in ("input_norm", "post_norm", "q_norm", "k_norm")] + [
+        (n, C.c_int64) for n in ("window", "spilled_at", "spilled_bytes")]
 
 
 class Config(C.Structure):
@@ -45,7 +46,7 @@ class Config(C.Structure):
     _fields_ = [(n, C.c_int32) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab",
                                          "max_threads")] + [
         ("eps", C.c_float), ("rope_factor", C.c_float)] + [
-        (n, C.c_void_p) for n in ("inv_freq", "final_norm", "embedding", "head", "layer")]
+        (n, C.c_void_p) for n in ("inv_freq", "final_norm", "embedding", "head", "layer")] + [("file", C.c_int64)]
 
 
 class Batch(C.Structure):
@@ -103,7 +104,7 @@ class Library:
         p, i = C.c_void_p, C.c_int
         for name, result, arguments in (
             ("karui_sizes", i, [i]), ("karui_pack", None, [p, i, i, i, i, p]), ("karui_model", p, [p]), ("karui_free", None, [p]),
-            ("karui_configure", None, [p, p]), ("karui_allocate", i, [p, C.c_int64, i]), ("karui_forward", i, [p, p]),
+            ("karui_configure", i, [p, p]), ("karui_allocate", i, [p, C.c_int64, i]), ("karui_forward", i, [p, p]),
             ("karui_rounds", i, [p, p]), ("karui_draft", i, [p, p, p]),
             ("karui_copy_slots", None, [p, p, p, i]),
             ("karui_move_slots", None, [p, p, i, p, p, i]), ("karui_set_loras", None, [p, p, i]),

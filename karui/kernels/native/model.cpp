@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "draft.h"
 #include "sampling.h"
+#include "spill.h"
 #include "threads.h"
 
 // ---- interface structures, mirrored in karui/kernels/native/library.py ------------------------------------------------------------
@@ -21,7 +22,8 @@ struct Layer {
     Linear q, k, v, o, gate, up, down;
     const float *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm, k_norm: [head_dim] or null
     int64_t window;                                         // keys a row sees, itself included; 0: all
-};
+    int64_t spilled_at, spilled_bytes;                      // in the file; 0 bytes: in memory. Of a spilled layer's linears the
+};                                                          // pointers are offsets in its part of the file
 struct Config {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, max_threads;
     float eps, rope_factor;  // rope_factor multiplies cos and sin
@@ -30,6 +32,7 @@ struct Config {
     const Linear* embedding;
     const Linear* head;
     const Layer* layer;      // [layers]
+    int64_t file;            // descriptor of the spilled layers' file, see spill.h
 };
 struct Batch {
     int32_t tokens_n, sequences, table_width, wanted, aux_n, block_size;
@@ -153,13 +156,15 @@ struct Model {
     Buffer<float> logits, aux;  // of rounds.h
     RowCosts costs;
     Drafting drafting;
+    Spill spill;
+    bool ready = false;
 
     explicit Model(const Config& config) : team(config.max_threads) {
         for (int i = 0; i < team.size(); i++) { scratch.push_back(new Scratch); inputs.push_back(new Inputs); }
-        configure(config);
+        ready = configure(config);
     }
-    // Takes new weights of the same shapes; the caches stay.
-    void configure(const Config& config) {
+    // Takes new weights of the same shapes; the caches stay. False: no memory for the buffers of spilled layers.
+    bool configure(const Config& config) {
         c = config;
         max_padded = 0;
         dim_padded = round_up(c.head_dim, 16);
@@ -178,6 +183,19 @@ struct Model {
             fit(ld_inter, y.down);
         }
         for (Scratch* s : scratch) s->panel.need((size_t)max_padded * PANEL);
+        std::vector<Spill::Place> places;
+        for (int l = 0; l < c.layers; l++)
+            if (c.layer[l].spilled_bytes) places.push_back({c.layer[l].spilled_at, c.layer[l].spilled_bytes});
+        return spill.start((int)c.file, std::move(places));
+    }
+    // The layer with its pointers into what was read of it.
+    static Layer placed(const Layer& spilled, const char* at) {
+        Layer y = spilled;
+        for (Linear* w : {&y.q, &y.k, &y.v, &y.o, &y.gate, &y.up, &y.down}) {
+            auto move = [&](auto*& p) { if (p) p = (std::remove_reference_t<decltype(p)>)(at + (intptr_t)p); };
+            move(w->codes), move(w->scales), move(w->zeros), move(w->bias), move(w->table);
+        }
+        return y;
     }
     ~Model() {
         free_cache();
@@ -635,8 +653,12 @@ struct Model {
         }
         if (own) team.barrier(t);
         const bool adapted = low_ld > 0;
+        int64_t visit = spill.first_visit();
+        Layer visitor;
         for (int l = 0; l < c.layers; l++) {
-            const Layer& y = c.layer[l];
+            const bool spilled = c.layer[l].spilled_bytes > 0;
+            if (spilled) visitor = placed(c.layer[l], spill.wait(visit++));
+            const Layer& y = spilled ? visitor : c.layer[l];
             const Lora* base = adapted ? loras.data() + (int64_t)l * TARGETS : nullptr;
             for (int i = 0; i < b->aux_n; i++)
                 if (b->aux_layers[i] == l) copy_aux(i, first, last);
@@ -657,6 +679,7 @@ struct Model {
             Inputs& post = norm_rows(y.post_norm, gate_up, 2, T, t, n);
             const Codes* product_codes = gate_up_down(y, post, t, n, adapted ? lora_gu : nullptr);
             add_to_residual(&y.down, gate.data, ld_inter, product_codes, t, n, adapted ? base + 6 : nullptr);
+            if (spilled) spill.leave(n);
         }
         for (int i = 0; i < b->aux_n; i++)
             if (b->aux_layers[i] == c.layers) copy_aux(i, first, last);
@@ -718,7 +741,7 @@ static void pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uin
 // ---- steps ------------------------------------------------------------------------------------------------------------------------
 
 // 0, or 1: no memory for the caches, 2: a token id outside the vocabulary, 3: a slot outside the caches. best: null, or [L] for the first of
-// the equal largest logits of each row, -1 where one is not a finite number.
+// the equal largest logits of each row, -1 where one is not a finite number. 4: the file of spilled layers could not be read.
 static int step(Model& m, const Batch& batch, int32_t* best) {
     if (m.cache.empty()) return 1;
     for (int i = 0; i < batch.tokens_n; i++) {
@@ -734,7 +757,10 @@ static int step(Model& m, const Batch& batch, int32_t* best) {
     const int L = batch.wanted, threads = m.team.active();
     m.want_best = best != nullptr;
     m.best.resize((size_t)(best ? threads * L : 0));
+    if (m.spill.failed()) return 4;
     m.team.run([](void* p, int t) { ((Model*)p)->run(t); }, &m);
+    m.spill.step_done();
+    if (m.spill.failed()) return 4;
     for (int r = 0; best && r < L; r++) {
         Model::Best found = m.best[r];
         float spoilt = found.spoilt;
@@ -762,12 +788,17 @@ int karui_sizes(int which) {  // so that the wrapper can check that it mirrors t
 
 void karui_pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uint8_t* out) { pack(codes, n, k, k_padded, bits, out); }
 
-void* karui_model(const Config* config) { return new Model(*config); }
+void* karui_model(const Config* config) {
+    Model* m = new Model(*config);
+    if (m->ready) return m;
+    delete m;
+    return nullptr;
+}
 void karui_free(void* model) { delete (Model*)model; }
 int karui_allocate(void* model, int64_t slots, int type) { return ((Model*)model)->allocate(slots, type) ? 0 : 1; }
 
-// Takes new weights of the same shapes (and the same number of threads).
-void karui_configure(void* model, const Config* config) { ((Model*)model)->configure(*config); }
+// Takes new weights of the same shapes (and the same number of threads). 1: no memory for the buffers of spilled layers.
+int karui_configure(void* model, const Config* config) { return ((Model*)model)->configure(*config) ? 0 : 1; }
 
 int karui_forward(void* model, const Batch* batch) { return step(*(Model*)model, *batch, nullptr); }
 

@@ -31,14 +31,15 @@ _DENSE = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed matrix: the C structure, and the tensors it points into."""
+    """A packed matrix: the C structure, and the tensors it points into; `elsewhere`: bytes of those that this no longer holds."""
 
     linear: Linear
     tensors: tuple[torch.Tensor, ...]
+    elsewhere: int = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        return self.elsewhere + sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 def pack(library: Library, name: str, weight: QTensor | torch.Tensor, bias: torch.Tensor | None = None,
