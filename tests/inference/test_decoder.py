@@ -36,6 +36,23 @@ CASES = {
     "qwen2_moe": ("qwen2_moe", dict(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=40,
                                     num_experts_per_tok=2, mlp_only_layers=[1])),
     "qwen3_moe": ("qwen3_moe", dict(num_experts=6, moe_intermediate_size=24, num_experts_per_tok=3, norm_topk_prob=True)),
+    "gemma": ("gemma", dict(tie_word_embeddings=True)),
+    "gemma2": ("gemma2", dict(sliding_window=7, query_pre_attn_scalar=13, attn_logit_softcapping=5.0, final_logit_softcapping=7.0)),
+    "gemma3": ("gemma3_text", dict(sliding_window=7, query_pre_attn_scalar=13, sliding_window_pattern=2)),
+    "gemma3-scaled": ("gemma3_text", dict(sliding_window=5, num_hidden_layers=6, final_logit_softcapping=3.0, rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=2e4)))),
+    "phi3": ("phi3", dict(pad_token_id=0)),
+    "phi3-partial": ("phi3", dict(pad_token_id=0, sliding_window=7, rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))),
+    "olmo2": ("olmo2", dict(pad_token_id=0)),
+    "olmo3": ("olmo3", dict(pad_token_id=0, sliding_window=7, num_hidden_layers=4, rope_parameters=dict(
+        full_attention=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4)))),
+    "gpt_oss": ("gpt_oss", dict(sliding_window=7, num_local_experts=6, num_experts_per_tok=2, swiglu_limit=1.0)),
+    "gpt_oss-yarn": ("gpt_oss", dict(sliding_window=5, num_local_experts=4, num_experts_per_tok=3, rope_parameters=dict(
+        rope_type="yarn", rope_theta=150000.0, factor=4.0, truncate=False, beta_fast=32.0, beta_slow=1.0,
+        original_max_position_embeddings=32))),
     "qwen3_moe-sparse": ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, decoder_sparse_step=2)),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 from karui.configs.errors import UnsupportedError, nearest
 from karui.inference.models.recurrent import Recurrent
 from karui.inference.models.recurrent.delta_net import DeltaNet
+from karui.inference.models.recurrent.mamba2 import Mamba2
 from karui.inference.models.recurrent.short_conv import ShortConv
 
 
@@ -27,6 +28,8 @@ class Mixture:
         groups: experts are chosen from `groups_kept` of so many groups, those whose `group_best` best experts score highest.
         scaling: factor on the shares.
         shared_gate: the shared expert is behind a sigmoid gate (Qwen), else added as it is (DeepSeek).
+        router: its name. biased: router and experts have biases. clamp: (alpha, limit) of experts that return
+            (up + 1) gate sigmoid(alpha gate), gate below the limit and up within it on both sides (gpt-oss); None: silu(gate) up.
     """
 
     experts: int
@@ -41,6 +44,9 @@ class Mixture:
     group_best: int = 1
     scaling: float = 1.0
     shared_gate: bool = True
+    router: str = "gate"
+    biased: bool = False
+    clamp: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         each = self.experts // self.groups
@@ -102,6 +108,12 @@ class Latent:
         return self.rank + self.rope + (self.indexer.head_dim if self.indexer else 0)
 
 
+Norms = tuple[str | None, str | None, str | None, str | None]
+PRE_NORMS: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORMS: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+BOTH_NORMS: Norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A llama-shaped decoder. One dataclass serves all of `SUPPORTED`.
@@ -110,7 +122,15 @@ class ModelConfig:
     `head_dim`: with a `latent` that of the rotated part. `extra_layers`: layers behind the last that files hold and decoding does
     not read (multi-token prediction). `recurrent`: layers with a state in place of attention (hybrids). `norm_offset`: added to
     the weights of norms. `rotary_dim`: how much of a head is rotated, None: all. `attention_gate`: q_proj makes a sigmoid gate on
-    what a head returns beside its query.
+    what a head returns beside its query. `shared_mlp`: a feed-forward layer of that name, whose two input linears are one, in
+    every layer, beside the experts where there are some. `embed_scale`, `query_scale`, `residual_scale`: factors on embeddings,
+    queries, and what a layer adds to the residual stream; `logit_scale`: logits are divided by it (Granite).
+
+    `norms`: names of a layer's norms in front of the attention, behind it, and the same of the feed-forward layer; None: there
+    is none. `norm_offset` is added to the weights of all. `fused`: q, k and v are one linear, gate and up another.
+    `row_norm`: q and k are normalized over all heads together instead of head by head. `sinks`: each head has a logit that takes
+    a share of its attention and has no value. `attention_cap`, `logit_cap`: scores and logits x become cap tanh(x / cap).
+    `local_theta`: RoPE base of the layers with a window, without scaling; None: as in the others.
     """
 
     model_type: str
@@ -140,6 +160,18 @@ class ModelConfig:
     norm_offset: float = 0.0
     rotary_dim: int | None = None
     attention_gate: bool = False
+    shared_mlp: bool = False
+    embed_scale: float = 1.0
+    query_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    norms: Norms = PRE_NORMS
+    fused: bool = False
+    row_norm: bool = False
+    sinks: bool = False
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    local_theta: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -152,7 +184,11 @@ class ModelConfig:
         """What of this model only the reference runner computes, or an empty string."""
         parts = {"recurrent layers": self.recurrent, "latent attention": self.latent,
                  "mixture of experts": self.mixture, "sub-norms": self.sub_norms,
-                 self.activation: self.activation != "silu"}
+                 self.activation: self.activation != "silu", "other norms": self.norms != PRE_NORMS or self.norm_offset or
+                 self.row_norm, "fused projections": self.fused, "attention sinks": self.sinks,
+                 "soft caps": self.attention_cap or self.logit_cap, "RoPE of two bases": self.local_theta,
+                 "partial RoPE": self.rotary_dim is not None,
+                 "scaled activations": {self.embed_scale, self.query_scale, self.residual_scale, self.logit_scale} != {1.0}}
         return ", ".join(name for name, there in parts.items() if there)
 
     @property
@@ -161,7 +197,6 @@ class ModelConfig:
         if self.latent is None:
             return 2, self.num_kv_heads, self.head_dim
         return 1, self.latent.width // self.latent.group, self.latent.group
-
 
     @functools.cached_property
     def counted(self) -> tuple[int, ...]:
@@ -175,10 +210,22 @@ class ModelConfig:
         return self.num_layers - (0 if self.recurrent is None else sum(self.recurrent.layers))
 
 
-HYBRID = ("lfm2", "qwen3_next")
+HYBRID = ("lfm2", "qwen3_next", "bamba", "granitemoehybrid")
+GEMMA = ("gemma", "gemma2", "gemma3_text")
+OLMO = ("olmo2", "olmo3")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "bitnet", "mixtral", "qwen2_moe", "qwen3_moe", *LATENT, *HYBRID)
-ACTIVATIONS = ("silu", "relu2")
+SUPPORTED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "bitnet", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gpt_oss",
+             *GEMMA, *OLMO, *LATENT, *HYBRID)
+ACTIVATIONS = ("silu", "relu2", "gelu_pytorch_tanh")
+_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4, "gpt_oss": 2}  # each so many-th layer has no window
+_THETAS = {"gemma3_text": 1_000_000.0, "olmo2": 500_000.0, "olmo3": 500_000.0, "gpt_oss": 150_000.0}
+
+
+def special_floats(value: Any) -> Any:
+    """A parsed config.json, or a part of it, with the numbers that JSON lacks: transformers writes {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: special_floats(v) for k, v in value.items()}
+    return [special_floats(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def from_hf(config: dict[str, Any]) -> ModelConfig:
@@ -189,25 +236,37 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
             f"model_type {kind!r} is not supported by karui's engine; supported: {', '.join(SUPPORTED)}."
             f"{nearest(kind, SUPPORTED)}"
         )
-    activation = config.get("hidden_act", "relu2" if kind == "bitnet" else "silu")
+    activation = _activation(config, kind)
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"hidden_act {activation!r} is not supported; karui's decoder has {', '.join(ACTIVATIONS)}.")
     heads = config["num_attention_heads"]
     layers = config["num_hidden_layers"]
-    # transformers 5 keeps rope_theta inside rope_parameters; older folders have both at the top level.
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
-    if (rope.get("rope_type") or rope.get("type") or "default") == "default":
-        rope = {}
+    rope, theta, local_theta, partial = _rope(config, kind)
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedError(f"{kind} with use_bidirectional_attention is not supported: the engine generates.")
+    if kind == "gemma3_text" and config.get("attn_logit_softcapping"):
+        raise UnsupportedError("gemma3_text with attn_logit_softcapping is not supported: implementations differ, transformers "
+                               "ignores it.")
     latent = _latent(config, kind, rope) if kind in LATENT else None
     head_dim = latent.rope if latent else config.get("head_dim") or config["hidden_size"] // heads
-    rotary_dim = int(head_dim * (partial or 0.25)) if kind == "qwen3_next" else None
+    rotary_dim = int(head_dim * (partial or 0.25)) if kind == "qwen3_next" else head_dim // 2 if kind == "bamba" else None
+    if kind == "phi3" and partial not in (None, 1.0):
+        rotary_dim = int(head_dim * partial)
+    capped, scales = kind in ("gemma2", "gemma3_text"), {}
+    if kind in GEMMA:
+        scales = {"embed_scale": config["hidden_size"] ** 0.5,
+                  "query_scale": (head_dim / config["query_pre_attn_scalar"]) ** 0.5 if capped else 1.0}
+    if kind == "granitemoehybrid":
+        rotary_dim = None if config.get("position_embedding_type") == "rope" else 0
+        scales = {"embed_scale": config.get("embedding_multiplier"), "residual_scale": config.get("residual_multiplier"),
+                  "logit_scale": config.get("logits_scaling"),
+                  "query_scale": (config.get("attention_multiplier") or 1.0) * head_dim**0.5}
     return ModelConfig(
         model_type=kind,
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
-        intermediate_size=_lfm2_width(config) if kind == "lfm2" else config["intermediate_size"],
+        intermediate_size=_lfm2_width(config) if kind == "lfm2" else
+        config["shared_intermediate_size" if kind == "granitemoehybrid" else "intermediate_size"],
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -216,10 +275,11 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         rope_theta=theta,
         max_context=config["max_position_embeddings"],
         tied=config.get("tie_word_embeddings", False),
-        qkv_bias=bool(config.get("qkv_bias", True)) if kind.startswith("qwen2") else bool(config.get("attention_bias", False)),
-        o_bias=kind not in ("qwen2", "qwen2_moe") and bool(config.get("attention_bias", False)),
+        qkv_bias=bool(config.get("qkv_bias", True)) if kind.startswith("qwen2") else
+        bool(config.get("attention_bias", kind == "gpt_oss")),
+        o_bias=kind not in ("qwen2", "qwen2_moe") and bool(config.get("attention_bias", kind == "gpt_oss")),
         mlp_bias=kind not in LATENT[1:] and bool(config.get("mlp_bias", False)),
-        qk_norm=kind in ("qwen3", "qwen3_moe", *HYBRID),
+        qk_norm=kind in ("qwen3", "qwen3_moe", "lfm2", "qwen3_next", "gemma3_text", *OLMO),
         sliding_window=_windows(config, kind, layers),
         rope_scaling=rope,
         activation=activation,
@@ -228,10 +288,44 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         latent=latent,
         extra_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
         recurrent=_recurrent(config, kind, layers) if kind in HYBRID else None,
-        norm_offset=1.0 if kind == "qwen3_next" else 0.0,
+        norm_offset=1.0 if kind in ("qwen3_next", *GEMMA) else 0.0,
         rotary_dim=rotary_dim,
         attention_gate=kind == "qwen3_next",
+        shared_mlp=kind == "granitemoehybrid",
+        norms=BOTH_NORMS if capped else POST_NORMS if kind in OLMO else PRE_NORMS,
+        fused=kind == "phi3",
+        row_norm=kind in OLMO,
+        sinks=kind == "gpt_oss",
+        attention_cap=config.get("attn_logit_softcapping") if capped else None,
+        logit_cap=config.get("final_logit_softcapping") if capped else None,
+        local_theta=local_theta,
+        **{name: float(value) for name, value in scales.items() if value is not None},
     )
+
+
+def _activation(config: dict[str, Any], kind: str) -> str:
+    found = config.get("hidden_act")
+    if kind in GEMMA:  # gelu in old files means the approximation, which their models were trained with
+        found = config.get("hidden_activation") or ("gelu_pytorch_tanh" if found in (None, "gelu") else found)
+    return found or ("relu2" if kind == "bitnet" else "silu")
+
+
+def _rope(config: dict[str, Any], kind: str) -> tuple[dict[str, Any], float, float | None, float | None]:
+    """(scaling, base, base of layers with a window where it is another, share of a head that is rotated). transformers 5 keeps
+    them in rope_parameters, for models of two kinds of layers by kind; older folders have them at the top level."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope, local = dict(given.get("full_attention", given)), given.get("sliding_attention") or {}
+    theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or _THETAS.get(kind, 10000.0))
+    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    if (rope.get("rope_type") or rope.get("type") or "default") == "default":
+        rope = {}
+    if (local.get("rope_type") or "default") != "default":
+        raise UnsupportedError(f"{kind}: RoPE scaling in layers with a window ({local['rope_type']}) is not supported.")
+    local_theta = None
+    if kind in ("gemma3_text", "olmo3"):
+        usual = 10000.0 if kind == "gemma3_text" else theta
+        local_theta = float(local.get("rope_theta") or config.get("rope_local_base_freq") or usual)
+    return rope, theta, None if local_theta == theta and not rope else local_theta, partial
 
 
 def _recurrent(config: dict[str, Any], kind: str, layers: int) -> Recurrent | None:
@@ -243,6 +337,13 @@ def _recurrent(config: dict[str, Any], kind: str, layers: int) -> Recurrent | No
         is_recurrent = _layers_of("conv", kinds, kind, layers)
         made: Recurrent = ShortConv(layers=is_recurrent, inner=config["hidden_size"], taps=config["conv_L_cache"],
                                     bias=bool(config.get("conv_bias", False)))
+    elif kind in ("bamba", "granitemoehybrid"):
+        attention = config.get("attn_layer_indices") or ()
+        kinds = config.get("layers_block_type") or kinds or [
+            "full_attention" if i in attention else "linear_attention" for i in range(layers)]
+        old = {"mamba": "linear_attention", "attention": "full_attention"}  # what files called them at first
+        is_recurrent = _layers_of("linear_attention", [old.get(k, k) for k in kinds], kind, layers)
+        made = _mamba2(config, is_recurrent)
     else:
         every = config.get("full_attention_interval") or 4
         kinds = kinds or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
@@ -252,6 +353,19 @@ def _recurrent(config: dict[str, Any], kind: str, layers: int) -> Recurrent | No
                         value_dim=config["linear_value_head_dim"], taps=config["linear_conv_kernel_dim"],
                         eps=config.get("rms_norm_eps", 1e-6))
     return made if any(is_recurrent) else None
+
+
+def _mamba2(config: dict[str, Any], layers: tuple[bool, ...]) -> Mamba2:
+    inner, heads = config["mamba_expand"] * config["hidden_size"], config["mamba_n_heads"]
+    dim, groups = config["mamba_d_head"], config["mamba_n_groups"]
+    dim = inner // heads if dim == "auto" else dim
+    if dim * heads != inner or heads % groups:
+        raise UnsupportedError(f"{config['model_type']}: {heads} heads of {dim} in {groups} groups do not make an inner width of "
+                               f"{inner}.")
+    low, high = (float(x) for x in special_floats(config.get("time_step_limit")) or (0.0, "inf"))
+    return Mamba2(layers=layers, heads=heads, head_dim=dim, groups=groups, state=config["mamba_d_state"],
+                  taps=config["mamba_d_conv"], eps=config.get("rms_norm_eps", 1e-6), limits=(low, high),
+                  conv_bias=bool(config.get("mamba_conv_bias", True)), bias=bool(config.get("mamba_proj_bias", False)))
 
 
 def _layers_of(recurrent: str, kinds: list[str], model_type: str, layers: int) -> tuple[bool, ...]:
@@ -275,9 +389,18 @@ def _lfm2_width(config: dict[str, Any]) -> int:
 
 
 def _mixture(config: dict[str, Any], kind: str, layers: int) -> Mixture | None:
+    if kind == "gpt_oss":
+        return Mixture(
+            config.get("num_local_experts") or config["num_experts"], config["num_experts_per_tok"], config["intermediate_size"],
+            True, 0, (True,) * layers, router="router", biased=True,
+            clamp=(config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)))
     if kind == "mixtral":
         return Mixture(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True, 0,
                        (True,) * layers)
+    if kind == "granitemoehybrid":
+        experts = config.get("num_local_experts")
+        return Mixture(experts, config["num_experts_per_tok"], config["intermediate_size"], True, 0,
+                       (True,) * layers) if experts else None
     if not kind.endswith(("_moe", "_next")) or not config.get("num_experts", config.get("num_local_experts")):
         return None
     experts, every = config.get("num_experts") or config["num_local_experts"], config.get("decoder_sparse_step") or 1
@@ -341,7 +464,9 @@ def _indexed(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
 
 def _windows(config: dict[str, Any], kind: str, layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
-    if not window or kind in ("llama", *LATENT) or (kind.startswith("qwen") and not config.get("use_sliding_window", False)):
+    if not window or kind in ("llama", "gemma", "olmo2", *LATENT) or (
+            kind.startswith("qwen") and not config.get("use_sliding_window", False)):
         return (None,) * layers
-    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    every = config.get("sliding_window_pattern") or _EVERY.get(kind, layers + 1)
+    kinds = config.get("layer_types") or ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     return tuple(window if k == "sliding_attention" else None for k in kinds)

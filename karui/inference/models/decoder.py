@@ -10,8 +10,9 @@ and for debugging; the native runner has the property at full speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +21,20 @@ from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
 from karui.inference.cache.kivi import KiviStore
 from karui.inference.cache.kv import STAGED, KVStore, bytes_per_token, check_dtype, staged_bytes_per_token
+from karui.inference.cache.states import StateStore, page_bytes
+from karui.inference.models import latent
 from karui.inference.models.attention import attend
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.rope import cos_sin, inverse_frequencies, rotate
 from karui.inference.models.step import Step
-from karui.inference.models.weights import Weights, check_weights, nbytes
+from karui.inference.models.weights import CORRECTION, WIDE, Weights, check_weights, nbytes
 from karui.kernels.gemm_weight import on_int8_rows
 from karui.kernels.qtensor import QTensor
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu, "relu2": lambda x: F.relu(x).square(), "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
+MLP = ("mlp", "shared_mlp")
+"""Names of the feed-forward layer; the second is Granite's, see `ModelConfig.shared_mlp`."""
 
 
 @dataclass(frozen=True)
@@ -61,29 +69,45 @@ class TorchRunner:
         self._adapters: dict[int, dict[str, LoraWeights]] = {}
         f, factor = inverse_frequencies(config)
         self._frequencies = (f.to(self.device), factor)
+        self._local = None if config.local_theta is None else replace(config, rope_theta=config.local_theta, rope_scaling={})
+        self._local_frequencies = None if self._local is None else (inverse_frequencies(self._local)[0].to(self.device), 1.0)
         self.load_weights(weights)
 
     # -- Runner protocol
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None) -> None:
         c = self.config
-        self._kv: KVStore | KiviStore | None = None
-        if check_dtype(kv_dtype) in STAGED:
-            self._kv = KiviStore(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device,
+        self._kv: KVStore | KiviStore | latent.LatentStore | None = None
+        if c.latent is not None:
+            self._kv = latent.LatentStore(c, num_blocks * block_size, kv_dtype, self.device)
+        elif check_dtype(kv_dtype) in STAGED:
+            self._kv = KiviStore(c.num_kv_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device,
                                  num_staged)
         else:
-            self._kv = KVStore(c.num_layers, num_blocks * block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device)
+            self._kv = KVStore(c.num_kv_layers, num_blocks * block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device)
         self._block_size = block_size
+
+    @property
+    def state_bytes(self) -> int:
+        kind = self.config.recurrent
+        return 0 if kind is None else page_bytes(kind, self.dtype, self._wide)
+
+    def allocate_states(self, num_pages: int) -> None:
+        assert self.config.recurrent is not None
+        self._states: StateStore | None = None
+        self._states = StateStore(self.config.recurrent, num_pages, self.dtype, self._wide, self.device)
 
     def settle(self, blocks: Iterable[int]) -> None:
         if isinstance(self._kv, KiviStore):
             self._kv.settle(blocks)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        return bytes_per_token(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
+        if self.config.latent is not None:
+            return latent.bytes_per_token(self.config, kv_dtype)
+        return bytes_per_token(self.config.num_kv_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
 
     def kv_staged_bytes_per_token(self, kv_dtype: str) -> int:
-        return staged_bytes_per_token(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
+        return staged_bytes_per_token(self.config.num_kv_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
 
     def weight_bytes(self) -> int:
         return sum(nbytes(w) for w in self._weights.values())
@@ -116,6 +140,10 @@ class TorchRunner:
         hidden = torch.cat([self._norm(p, "model.norm.weight") for p in pieces])
         head = "model.embed_tokens" if self.config.tied else "lm_head"
         logits = torch.cat([self._linear(h, head, {}) for h in (hidden.split(1) if self.bit_exact and len(hidden) else [hidden])])
+        if self.config.logit_scale != 1:
+            logits = logits / self.config.logit_scale
+        if self.config.logit_cap is not None:
+            logits = (logits / self.config.logit_cap).tanh() * self.config.logit_cap
         return StepOutput(logits.float() if self._wide == torch.float32 else logits,
                           hidden.float() if batch.want_hidden else None, None if aux is None else aux.float())
 
@@ -125,7 +153,14 @@ class TorchRunner:
         """Replace all weights, or with `partial` those that are named. Nothing changes when the check fails."""
         checked = check_weights(self.config, {**self._weights, **weights} if partial else weights)
         self._weights: dict[str, QTensor | torch.Tensor] = {
-            name: w.to(self.device) if isinstance(w, QTensor) else w.to(self.device, self.dtype) for name, w in checked.items()}
+            name: w.to(self.device) if isinstance(w, QTensor) else
+            w.to(self.device, self._wide if name.rpartition(".")[2] in (CORRECTION, *WIDE) else self.dtype)
+            for name, w in checked.items()}
+        kind = self.config.recurrent
+        self._mixers: dict[int, dict[str, Any]] = {  # what a recurrent layer has besides its projections
+            i: {name: self._weights[f"model.layers.{i}.{kind.module}.{name}"] for name in kind.shapes(self.config.hidden_size)
+                if not name.startswith((*kind.projections, "out_proj"))}
+            for i in range(self.config.num_layers) if kind is not None and kind.layers[i]}
 
     def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None."""
@@ -155,88 +190,182 @@ class TorchRunner:
     def _layers(self, step: Step, aux_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         c = self.config
         x = self._enter(step.tokens)
-        step.cos, step.sin = (t.to(self._wide)[:, None] for t in cos_sin(c, step.positions, self._frequencies))
+        turns = [self._turns(c, step, self._frequencies)]
+        if self._local is not None and self._local_frequencies is not None:
+            turns.append(self._turns(self._local, step, self._local_frequencies))
         aux = []
         for i in range(c.num_layers):
             if i in aux_layers:
                 aux.append(x)
             p = f"model.layers.{i}."
-            x = x + self._mix(i, self._norm(x, p + "input_layernorm.weight"), step)
-            h = self._norm(x, p + "post_attention_layernorm.weight")
+            step.cos, step.sin = turns[-1 if c.sliding_window and c.sliding_window[i] else 0]
+            y = self._mix(i, self._maybe_norm(x, p, c.norms[0]), step)
+            y = self._maybe_norm(y, p, c.norms[1])
+            x = x + (y if c.residual_scale == 1 else y * c.residual_scale)
+            h = self._maybe_norm(x, p, c.norms[2])
             is_mixture = c.mixture is not None and c.mixture.layers[i]
-            x = x + (self._mixture(h, p + "mlp") if is_mixture else self._gated(h, p + "mlp", step.adapters))
+            y = self._mixture(h, p + "mlp") if is_mixture else self._gated(h, p + MLP[c.shared_mlp], step.adapters)
+            if c.shared_mlp and is_mixture:
+                y = y + self._gated(h, p + MLP[True], step.adapters)
+            y = self._maybe_norm(y, p, c.norms[3])
+            x = x + (y if c.residual_scale == 1 else y * c.residual_scale)
         return self._leave(x), torch.cat(aux, -1) if aux else None
+
+    def _turns(self, config: ModelConfig, step: Step, frequencies: tuple[torch.Tensor, float]) -> tuple[torch.Tensor, ...]:
+        """cos and sin [T, 1, D/2] of the step's positions."""
+        return tuple(t.to(self._wide)[:, None] for t in cos_sin(config, step.positions, frequencies))
+
+    def _maybe_norm(self, x: torch.Tensor, layer: str, name: str | None) -> torch.Tensor:
+        return x if name is None else self._norm(x, f"{layer}{name}.weight")
 
     def _mix(self, layer: int, h: torch.Tensor, step: Step) -> torch.Tensor:
         """h [T, H] -> [T, H]: what one layer mixes among the tokens of a sequence."""
+        if self.config.recurrent is not None and self.config.recurrent.layers[layer]:
+            return self._recur(layer, h, step)
         c, p = self.config, f"model.layers.{layer}.self_attn."
-        q = self._linear(h, p + "q_proj", step.adapters).unflatten(-1, (c.num_heads, c.head_dim))
-        k = self._linear(h, p + "k_proj", step.adapters).unflatten(-1, (c.num_kv_heads, c.head_dim))
-        v = self._linear(h, p + "v_proj", step.adapters).unflatten(-1, (c.num_kv_heads, c.head_dim))
-        if c.qk_norm:
+        if c.latent is not None:
+            return latent.mix(self, layer, h, step)
+        if c.fused:
+            kv = c.num_kv_heads * c.head_dim
+            q, k, v = self._linear(h, p + "qkv_proj", step.adapters).split([c.num_heads * c.head_dim, kv, kv], -1)
+        else:
+            q, k, v = (self._linear(h, p + name, step.adapters) for name in ("q_proj", "k_proj", "v_proj"))
+        if c.row_norm:
             q, k = self._norm(q, p + "q_norm.weight"), self._norm(k, p + "k_norm.weight")
-        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-        assert self._kv is not None, "allocate() first"
-        self._kv.write(layer, step.slots, k, v)
-        mixed = attend(self._kv, layer, q, step, c.sliding_window[layer] if c.sliding_window else None).flatten(-2)
+        q, gate = q.unflatten(-1, (c.num_heads, -1)), None
+        k, v = (x.unflatten(-1, (c.num_kv_heads, c.head_dim)) for x in (k, v))
+        if c.attention_gate:
+            q, gate = q.chunk(2, -1)
+        if c.qk_norm and not c.row_norm:
+            q, k = self._norm(q, p + "q_norm.weight"), self._norm(k, p + "k_norm.weight")
+        if c.rotary_dim != 0:
+            q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        if c.query_scale != 1:
+            q = q * c.query_scale
+        number = c.counted[layer]
+        assert self._kv is not None and not isinstance(self._kv, latent.LatentStore), "allocate() first"
+        self._kv.write(number, step.slots, k, v)
+        sinks = self._weight(p + "sinks", self._wide) if c.sinks else None
+        mixed = attend(self._kv, number, q, step, c.sliding_window[layer] if c.sliding_window else None, c.attention_cap, sinks)
+        mixed = mixed.flatten(-2)
+        if gate is not None:
+            mixed = mixed * gate.flatten(-2).sigmoid()
         if c.sub_norms:
             mixed = self._norm(mixed, p + "attn_sub_norm.weight")
         return self._linear(mixed, p + "o_proj", step.adapters)
 
+    def _recur(self, layer: int, h: torch.Tensor, step: Step) -> torch.Tensor:
+        """A recurrent layer, from and to the pages that the step names."""
+        kind, p = self.config.recurrent, f"model.layers.{layer}."
+        assert kind is not None and self._states is not None, "allocate_states() first"
+        p, number = f"{p}{kind.module}.", self.config.counted[layer]
+        projected = [self._linear(h, p + name, step.adapters) for name in kind.projections]
+        weights = self._mixers[layer]
+        mixed = h.new_empty(len(h), kind.inner)
+        for part in step.states:
+            mixed[part.rows], state = kind.mix([x[part.rows] for x in projected], weights, self._states.read(number, part.before),
+                                               self._wide)
+            self._states.write(number, part.after, state)
+        return self._linear(mixed, p + "out_proj", step.adapters)
+
     def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
         """The residual stream before the first layer held here."""
-        return self._embed(tokens)
+        return self._embed(tokens) if self.config.embed_scale == 1 else self._embed(tokens) * self.config.embed_scale
 
     def _leave(self, x: torch.Tensor) -> torch.Tensor:
         """The residual stream behind the model's last layer, given that behind the last one held here."""
         return x
 
     def _gated(self, h: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
-        gate = self._linear(h, f"{module}.gate_proj", adapters)
-        gate = F.relu(gate).square() if self.config.activation == "relu2" else F.silu(gate)
-        gated = gate * self._linear(h, f"{module}.up_proj", adapters)
+        if module.endswith(MLP[True]):
+            gate, up = self._linear(h, f"{module}.input_linear", adapters).chunk(2, -1)
+            return self._linear(F.silu(gate) * up, f"{module}.output_linear", adapters)
+        if self.config.fused:
+            gate, up = self._linear(h, f"{module}.gate_up_proj", adapters).chunk(2, -1)
+        else:
+            gate, up = (self._linear(h, f"{module}.{name}_proj", adapters) for name in ("gate", "up"))
+        clamp = None if self.config.mixture is None else self.config.mixture.clamp
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp[1]), up.clamp(-clamp[1], clamp[1])
+            gated = gate * (gate * clamp[0]).sigmoid() * (up + 1)
+        else:
+            gated = _ACTIVATIONS[self.config.activation](gate) * up
         if self.config.sub_norms:
             gated = self._norm(gated, f"{module}.ffn_sub_norm.weight")
         return self._linear(gated, f"{module}.down_proj", adapters)
 
     def _mixture(self, h: torch.Tensor, module: str) -> torch.Tensor:
-        """h [T, H] -> [T, H]: each token through its likeliest experts, weighed by the router's softmax over all of them."""
+        """h [T, H] -> [T, H]: each token through the experts that the router chooses, weighed by their scores."""
         m = self.config.mixture
         assert m is not None
-        share, chosen = self._linear(h, f"{module}.gate", {}).to(self._wide).softmax(-1).topk(m.per_token, -1)
-        if m.normalized:
-            share = share / share.sum(-1, keepdim=True)
+        share, chosen = self._route(h, module)
         out = torch.zeros_like(h)
         for expert in chosen.unique().tolist():
             token, slot = (chosen == expert).nonzero(as_tuple=True)
             y = self._gated(h[token], f"{module}.experts.{expert}", {})
             out.index_add_(0, token, y * share[token, slot, None].to(h.dtype))
-        if m.shared_width:
+        if m.shared_width and m.shared_gate:
             gate = self._linear(h, f"{module}.shared_expert_gate", {}).sigmoid()
             out = out + gate * self._gated(h, f"{module}.shared_expert", {})
+        elif m.shared_width:
+            out = out + self._gated(h, f"{module}.shared_experts", {})
         return out
 
+    def _route(self, h: torch.Tensor, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shares and experts [T, per_token] of each token."""
+        m = self.config.mixture
+        assert m is not None
+        router = f"{module}.{m.router}"
+        logits = F.linear(h.to(self._wide), self._weight(f"{router}.weight", self._wide))
+        if m.biased:
+            logits = logits + self._weight(f"{router}.bias", self._wide)
+        score = logits.sigmoid() if m.sigmoid else logits.softmax(-1)
+        rank = score + self._weight(f"{router}.{CORRECTION}", self._wide) if m.sigmoid else score
+        if m.groups > 1:
+            best = rank.unflatten(-1, (m.groups, -1)).topk(m.group_best, -1).values.sum(-1).topk(m.groups_kept, -1).indices
+            kept = torch.zeros(len(h), m.groups, dtype=torch.bool, device=h.device).scatter_(-1, best, True)
+            rank = rank.masked_fill(~kept.repeat_interleave(m.experts // m.groups, -1), float("-inf"))
+        chosen = rank.topk(m.per_token, -1).indices
+        share = score.gather(-1, chosen)
+        if m.normalized:
+            share = share / share.sum(-1, keepdim=True)
+        return share * m.scaling, chosen
+
     def _linear(self, x: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
-        w = self._weights[f"{module}.weight"]
+        """x [T, in] -> [T, out], with what each row's adapter adds."""
         bias = self._weights.get(f"{module}.bias")
-        if isinstance(w, QTensor):
-            x_in = on_int8_rows(x) if w.spec.activation_bits == 8 else x
-            y = F.linear(x_in, w.dequantize(self.dtype))
-        else:
-            y = F.linear(x, w)
+        y = F.linear(self._as_input(x, module), self._weight(f"{module}.weight", self.dtype))
         for slot, rows in adapters.items():
-            lora = self._adapters[slot].get(module)
+            lora = self._adapter(slot, module)
             if lora is not None:
                 new = y[rows] + lora.scale * F.linear(F.linear(x[rows], lora.a), lora.b)
                 y[rows] = new if lora.row_scale is None else new * lora.row_scale
         assert not isinstance(bias, QTensor)
         return y if bias is None else y + bias
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, name: str, eps: float | None = None) -> torch.Tensor:
+        """RMS norm over the last dimension, computed in fp32; eps: None is the config's."""
         weight = self._weights[name]
         assert isinstance(weight, torch.Tensor)
-        wide = x.to(self._wide)
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.norm_eps)).to(self.dtype)
+        wide, eps = x.to(self._wide), self.config.norm_eps if eps is None else eps
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if self.config.norm_offset:
+            return (normed * (weight.to(self._wide) + self.config.norm_offset)).to(self.dtype)
+        return weight * normed.to(self.dtype)
+
+    def _weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A weight in `dtype`, dequantized where it is codes."""
+        w = self._weights[name]
+        return w.dequantize(dtype) if isinstance(w, QTensor) else w.to(dtype)
+
+    def _as_input(self, x: torch.Tensor, module: str) -> torch.Tensor:
+        """x as a linear takes it: rounded to int8 per row where the grid of its weight says so."""
+        w = self._weights[f"{module}.weight"]
+        return on_int8_rows(x) if isinstance(w, QTensor) and w.spec.activation_bits == 8 else x
+
+    def _adapter(self, slot: int, module: str) -> LoraWeights | None:
+        """What the adapter in `slot` adds to a linear."""
+        return self._adapters[slot].get(module)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         w = self._weights["model.embed_tokens.weight"]

@@ -39,7 +39,7 @@ def context_limit(config: ModelConfig) -> int:
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """(f [head_dim/2] fp32, the factor on cos and sin). For `dynamic` these are the frequencies up to the trained length."""
     kind, rope = kind_of(config), config.rope_scaling
-    f = _plain(config.head_dim, config.rope_theta)
+    f = _plain(config.rotary_dim or config.head_dim, config.rope_theta)
     if kind == "linear":
         return f / rope["factor"], 1.0
     if kind == "llama3":
@@ -59,7 +59,7 @@ def cos_sin(config: ModelConfig, positions: torch.Tensor,
     """
     f, factor = frequencies
     if kind_of(config) == "dynamic":
-        scale, length, dim = config.rope_scaling["factor"], config.max_context, config.head_dim
+        scale, length, dim = config.rope_scaling["factor"], config.max_context, config.rotary_dim or config.head_dim
         # on the device, for all rows: a CUDA graph records this too
         seen = (positions + 1).clamp_min(length).double()
         grown = config.rope_theta * (scale * seen / length - (scale - 1)) ** (dim / (dim - 2))
@@ -84,7 +84,7 @@ def _llama3(f: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 
 
 def _yarn(f: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, float]:
-    rope, dim = config.rope_scaling, config.head_dim
+    rope, dim = config.rope_scaling, config.rotary_dim or config.head_dim
     old = rope.get("original_max_position_embeddings") or config.max_context
     scale = rope.get("factor") or config.max_context / old
 
@@ -107,6 +107,8 @@ def _yarn(f: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, float]:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] with cos, sin [T, 1, D/2]; pairs are (i, i + D/2)."""
+    """x [T, heads, D] with cos, sin [T, 1, R/2]; pairs are (i, i + R/2), what lies behind R <= D stays."""
+    if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:
+        return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], -1)
     a, b = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

@@ -15,11 +15,16 @@ Weights = Mapping[str, QTensor | torch.Tensor]
 
 # Mixtral's files name an expert's linears as the paper does.
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_LFM2_NAMES = {"operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-               "self_attn.out_proj": "self_attn.o_proj",
-               "self_attn.q_layernorm": "self_attn.q_norm", "self_attn.k_layernorm": "self_attn.k_norm",
-               "model.embedding_norm": "model.norm", **{f"feed_forward.{a}": f"mlp.{b}" for a, b in _MIXTRAL.items()}}
-_LFM2 = re.compile(r"\b(" + "|".join(map(re.escape, _LFM2_NAMES)) + r")((?:\..*)?)$")
+_HYBRID_NAMES = {  # LFM2, Bamba, Granite
+    "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "pre_ff_layernorm": "post_attention_layernorm",
+    "self_attn.out_proj": "self_attn.o_proj", "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm", "model.embedding_norm": "model.norm", "model.final_layernorm": "model.norm",
+    **{f"feed_forward.{theirs}": f"mlp.{ours}" for w, ours in _MIXTRAL.items() for theirs in (w, ours)},
+    "block_sparse_moe.router.layer": "mlp.gate", "block_sparse_moe.router": "mlp.gate",
+    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj", "block_sparse_moe.experts": "mlp.experts",
+}
+_HYBRID = re.compile(r"\b(" + "|".join(map(re.escape, _HYBRID_NAMES)) + r")((?:\..*)?)$")
 WIDE = ("A_log", "dt_bias", "D")
 """What decides how fast a recurrent state decays; kept in fp32."""
 CORRECTION = "e_score_correction_bias"
@@ -42,13 +47,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}{name}.weight"] = (out, into)
             if bias:
                 shapes[f"{layer}{name}.bias"] = (out,)
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        for name in filter(None, config.norms):
             shapes[f"{layer}{name}.weight"] = (h,)
         if config.recurrent is not None and recurrent:
             shapes |= {f"{layer}{config.recurrent.module}.{name}": shape for name, shape in config.recurrent.shapes(h).items()}
             continue
         if config.qk_norm:
-            shapes[f"{layer}self_attn.q_norm.weight"] = shapes[f"{layer}self_attn.k_norm.weight"] = (d,)
+            for x, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+                shapes[f"{layer}self_attn.{x}_norm.weight"] = (heads * d if config.row_norm else d,)
+        if config.sinks:
+            shapes[f"{layer}self_attn.sinks"] = (config.num_heads,)
         if config.sub_norms:
             shapes[f"{layer}self_attn.attn_sub_norm.weight"] = (q,)
             shapes[f"{layer}mlp.ffn_sub_norm.weight"] = (f,)
@@ -64,6 +72,8 @@ def _attention(config: ModelConfig, layer: int) -> list[tuple[str, int, int, boo
     h, a, m = config.hidden_size, config.num_heads, config.latent
     if m is None:
         q, kv = a * config.head_dim, config.num_kv_heads * config.head_dim
+        if config.fused:
+            return [("self_attn.qkv_proj", q + 2 * kv, h, False), ("self_attn.o_proj", h, q, False)]
         return [("self_attn.q_proj", q * (1 + config.attention_gate), h, config.qkv_bias),
                 ("self_attn.k_proj", kv, h, config.qkv_bias), ("self_attn.v_proj", kv, h, config.qkv_bias),
                 ("self_attn.o_proj", h, q, config.o_bias)]
@@ -93,9 +103,17 @@ def _feed_forward(config: ModelConfig, layer: int) -> list[tuple[str, int, int, 
     def gated(where: str, f: int, bias: bool = False) -> list[tuple[str, int, int, bool]]:
         return [(f"{where}.gate_proj", f, h, bias), (f"{where}.up_proj", f, h, bias), (f"{where}.down_proj", h, f, bias)]
 
+    if config.shared_mlp:
+        width = config.intermediate_size
+        found = [("shared_mlp.input_linear", 2 * width, h, False), ("shared_mlp.output_linear", h, width, False)]
+        return found if m is None else [*found, ("mlp.gate", m.experts, h, False),
+                                        *(part for e in range(m.experts) for part in gated(f"mlp.experts.{e}", m.width))]
     if m is None or not m.layers[layer]:
-        return gated("mlp", config.intermediate_size, config.mlp_bias)
-    found = [("mlp.gate", m.experts, h, False), *(part for e in range(m.experts) for part in gated(f"mlp.experts.{e}", m.width))]
+        f = config.intermediate_size
+        return [("mlp.gate_up_proj", 2 * f, h, False), ("mlp.down_proj", h, f, False)] if config.fused else gated(
+            "mlp", f, config.mlp_bias)
+    found = [(f"mlp.{m.router}", m.experts, h, m.biased),
+             *(part for e in range(m.experts) for part in gated(f"mlp.experts.{e}", m.width, m.biased))]
     if m.shared_width and m.shared_gate:
         found += [*gated("mlp.shared_expert", m.shared_width), ("mlp.shared_expert_gate", 1, h, False)]
     elif m.shared_width:
@@ -104,10 +122,10 @@ def _feed_forward(config: ModelConfig, layer: int) -> list[tuple[str, int, int, 
 
 
 def canonical_name(name: str) -> str:
-    """karui's name of a tensor: mixtral's files name experts otherwise than the other mixtures of transformers do, LFM2's nearly
-    everything."""
-    name = _LFM2.sub(lambda m: _LFM2_NAMES[m[1]] + m[2], name)
-    name = re.sub(r"block_sparse_moe\.experts\.(\d+)\.(w\d)\.", lambda m: f"mlp.experts.{m[1]}.{_MIXTRAL[m[2]]}.", name)
+    """karui's name of a tensor: mixtral's files name experts otherwise than the other mixtures of transformers do, Granite's too,
+    LFM2's nearly everything."""
+    name = _HYBRID.sub(lambda m: _HYBRID_NAMES[m[1]] + m[2], name)
+    name = re.sub(r"mlp\.experts\.(\d+)\.(w\d)\.", lambda m: f"mlp.experts.{m[1]}.{_MIXTRAL[m[2]]}.", name)
     return name.replace("block_sparse_moe.gate.", "mlp.gate.")
 
 
@@ -116,9 +134,16 @@ def canonical(weights: Weights) -> dict[str, QTensor | torch.Tensor]:
     found: dict[str, QTensor | torch.Tensor] = {}
     for name, w in ((canonical_name(n), w) for n, w in weights.items()):
         parent, _, last = name.rpartition(".")
-        if isinstance(w, torch.Tensor) and w.ndim == 3 and last in ("gate_up_proj", "down_proj"):
-            parts = dict(zip(("gate_proj", "up_proj"), w.chunk(2, 1))) if last == "gate_up_proj" else {last: w}
-            found |= {f"{parent}.{e}.{part}.weight": one for part, all_ in parts.items() for e, one in enumerate(all_)}
+        stem = last.removesuffix("_bias")
+        if isinstance(w, torch.Tensor) and w.ndim == 3 - (stem != last) and stem in ("gate_up_proj", "down_proj"):
+            alternate = f"{parent}.gate_up_proj_bias" in weights  # gpt-oss: [experts, in, out], gate and up in turn
+            if alternate and stem == last:
+                w = w.transpose(1, 2)
+            parts = {stem: w}
+            if stem == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), (w[:, ::2], w[:, 1::2]) if alternate else w.chunk(2, 1)))
+            kind = "weight" if stem == last else "bias"
+            found |= {f"{parent}.{e}.{part}.{kind}": one for part, all_ in parts.items() for e, one in enumerate(all_)}
         else:
             found[name] = w
     return found
