@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class SpillFile:
         finally:
             os.unlink(path)
         self._handle = handle
+        weakref.finalize(self, _close, (self.fd, handle)).atexit = False
         self.size = 0
         self._held: list[torch.Tensor] = []  # what was brought back
 
@@ -89,11 +91,6 @@ class SpillFile:
                     setattr(packed.linear, name, base + offset)
         self._held.append(memory)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            os.close(self.fd)
-            os.close(self._handle)
-
 
 def spilled_layers(layers: Sequence[int], fixed: int, budget: int) -> list[bool]:
     """Which of the layers of so many bytes do not stay, given `fixed` bytes that do: the fewest, spread evenly, so that one is
@@ -124,6 +121,11 @@ def _write(fd: int, data: memoryview, at: int) -> None:
     while data:
         done = os.pwrite(fd, data[: 1 << 30], at)
         data, at = data[done:], at + done
+
+
+def _close(handles: tuple[int, ...]) -> None:
+    for handle in handles:
+        os.close(handle)
 
 
 def _bytes(t: torch.Tensor) -> memoryview:
