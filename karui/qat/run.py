@@ -19,7 +19,7 @@ from karui.kernels.native.heap import give_back
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import group_sizes
 from karui.qat.calibration import Block, HiddenStates, block_arguments, check_rows, decoder_of
-from karui.qat.experts import is_router, unfuse
+from karui.qat.experts import left_alone, unfuse
 from karui.qat.methods import Method, method
 from karui.qat.store import Store, fingerprint
 from karui.qat.types import LayerReport, MethodConfig, Options, QuantizedModel
@@ -109,11 +109,7 @@ def quantize_loaded(
     for name, value in model.named_modules():
         weight = f"{name}.weight"
         if isinstance(value, (nn.Linear, nn.Embedding)) and weight not in named:
-            why = (
-                "tied to the embedding" if weight == tied
-                else "router: small, and its choices are sensitive to rounding" if is_router(name)
-                else "outside the targets"
-            )  # fmt: skip
+            why = "tied to the embedding" if weight == tied else left_alone(name) or "outside the targets"
             report.append(LayerReport(name=weight, spec="none", method=chosen.name, note=why))
     facts["seconds"] = round(time.perf_counter() - started, 2)
     return QuantizedModel(weights=weights, report=report + notes, config=config, facts=facts, changed=done)
@@ -247,7 +243,7 @@ def choose(
     overrides: Mapping[str, QuantSpec | str],
 ) -> dict[str, QuantSpec]:
     """Weight name -> grid for every targeted linear of the blocks; all patterns must match something, all groups must divide."""
-    linears = {f"{prefix}.{n}": m for n, m in layers.named_modules() if isinstance(m, nn.Linear) and not is_router(n)}
+    linears = {f"{prefix}.{n}": m for n, m in layers.named_modules() if isinstance(m, nn.Linear) and not left_alone(n)}
 
     def matching(pattern: str) -> list[str]:
         if pattern == "all-linear":

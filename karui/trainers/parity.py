@@ -138,11 +138,12 @@ def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor], e
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from karui.inference.models.config import special_floats
     from karui.qat.activations import attach
     from karui.qat.experts import unfuse
 
     model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        AutoConfig.for_model(**special_floats(config)), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     ).eval()
     unfuse(model)
     with torch.inference_mode():

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from karui.configs.errors import KaruiError
+from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import Runner, StepBatch
 from karui.inference.memory import default_budget
 from karui.inference.speculative.base import NOTHING, Context, Draft, Observation
@@ -125,6 +125,9 @@ class RunnerDrafter:
 
     def __init__(self, runner: Runner, *, max_context: int, max_sequences: int = 8, block_size: int = 16,
                  memory: int | None = None, chunk: int = 512) -> None:
+        if getattr(runner, "state_bytes", 0):
+            raise UnsupportedError(f"draft model: a {runner.config.model_type} has recurrent layers, whose states cannot be "
+                                   "taken back with a rejected draft; draft with a model of attention layers alone, or by ngram.")
         self.runner, self.block_size, self.chunk = runner, block_size, chunk
         self.vocab_size = runner.config.vocab_size
         self.max_context = min(max_context, runner.config.max_context)
