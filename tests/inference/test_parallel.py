@@ -12,6 +12,7 @@ from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.parallel import PipelineRunner, TensorParallelRunner
 from karui.inference.requests import Request, SamplingParams
 from karui.kernels.quantize import quantize
+from tests.inference import test_latent as latent
 from tests.inference.conftest import tiny
 
 RUNNERS = {"tensor": TensorParallelRunner, "pipeline": PipelineRunner}
@@ -20,12 +21,16 @@ CASES = {
     "llama": ("llama", None, RUNNERS), "w4g8": ("llama", "w4g8", RUNNERS), "per row": ("llama", "w8", RUNNERS),
     "groups that a cut goes through": ("llama", "w4g16a", RUNNERS), "biases": ("qwen2", None, RUNNERS),
     "windows and head norms": ("qwen3", None, RUNNERS), "experts": ("mixtral", None, ["pipeline"]),
+    "soft caps": ("gemma2", None, RUNNERS), "latent": ("deepseek_v3", None, ["pipeline"]),
+    "indexer": ("deepseek_v32", None, ["pipeline"]),
 }
 
 
 def model_of(case):
     kind, spec, _ = CASES[case]
-    extra = dict(num_local_experts=4) if kind == "mixtral" else {}
+    extra = dict(num_local_experts=4) if kind == "mixtral" else dict(sliding_window=7) if kind == "gemma2" else {}
+    if kind.startswith("deepseek"):
+        extra = {**latent.SIZES, **latent.DSA}
     _, config, weights = tiny(kind, **extra)
     if spec:
         linears = [name for name, w in weights.items() if name.endswith("proj.weight")]

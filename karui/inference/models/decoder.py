@@ -270,7 +270,9 @@ class TorchRunner:
 
     def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
         """The residual stream before the first layer held here."""
-        return self._embed(tokens) if self.config.embed_scale == 1 else self._embed(tokens) * self.config.embed_scale
+        x = self._embed(tokens)
+        # the factor in the dtype of the model, as Gemma was trained: 55.5 for 55.4256 in bfloat16
+        return x if self.config.embed_scale == 1 else x * torch.tensor(self.config.embed_scale, dtype=x.dtype, device=x.device)
 
     def _leave(self, x: torch.Tensor) -> torch.Tensor:
         """The residual stream behind the model's last layer, given that behind the last one held here."""

@@ -46,6 +46,9 @@ class _Ranks(TorchRunner):
         if not (dist.is_available() and dist.is_initialized()):
             raise KaruiError("a model on several ranks needs a process group: start the script with torchrun and call "
                              "torch.distributed.init_process_group at its beginning.")
+        if config.recurrent is not None:
+            raise UnsupportedError(f"a {config.model_type} has recurrent layers, which are not cut or dealt out; load it on one "
+                                   "device.")
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.whole = config
         super().__init__(self._own_config(), weights, device, dtype)
@@ -76,13 +79,16 @@ class TensorParallelRunner(_Ranks):
     """Each rank has its share of the heads and of the feed-forward's width.
 
     Raises:
-        UnsupportedError: heads or widths that the ranks do not divide, a mixture of experts, sub-norms (which need whole rows).
+        UnsupportedError: heads or widths that the ranks do not divide, and what is not cut: mixtures of experts, latent
+            attention, fused projections, sinks, norms that need whole rows.
     """
 
     def _own_config(self) -> ModelConfig:
         c, n = self.whole, self.world
-        if c.mixture is not None or c.sub_norms:
-            raise UnsupportedError("tensor parallelism serves no mixtures of experts and no models with sub-norms; use pipeline.")
+        whole = {"mixtures of experts": c.mixture, "latent attention": c.latent, "fused projections": c.fused, "sinks": c.sinks,
+                 "norms over all heads": c.sub_norms or c.row_norm}
+        if names := " and no ".join(name for name, there in whole.items() if there):
+            raise UnsupportedError(f"tensor parallelism serves no {names}; use pipeline.")
         sizes = {"attention heads": c.num_heads, "key heads": c.num_kv_heads, "intermediate size": c.intermediate_size}
         if odd := next((f"{name}, {size}" for name, size in sizes.items() if size % n), None):
             raise UnsupportedError(f"{n} ranks do not divide the model's {odd}; use another number of ranks, or pipeline.")
@@ -114,7 +120,7 @@ class PipelineRunner(_Ranks):
     """Each rank has some of the layers, the first ranks one more where they do not divide.
 
     Raises:
-        UnsupportedError: more ranks than layers.
+        UnsupportedError: more ranks than layers; a rank whose first layer needs what the indexer of a layer before it picked.
     """
 
     def _own_layers(self) -> tuple[int, int]:
@@ -129,7 +135,13 @@ class PipelineRunner(_Ranks):
             raise UnsupportedError(f"{self.world} ranks are more than the model's {c.num_layers} layers.")
         first, last = self._own_layers()
         mixture = None if c.mixture is None else replace(c.mixture, layers=c.mixture.layers[first:last])
-        return replace(c, num_layers=last - first, sliding_window=c.sliding_window[first:last], mixture=mixture)
+        latent = c.latent
+        if latent is not None and latent.indexer is not None:
+            latent = replace(latent, indexer=replace(latent.indexer, layers=latent.indexer.layers[first:last]))
+            if not c.latent.indexer.layers[first]:  # type: ignore[union-attr]
+                raise UnsupportedError(f"layer {first}, the first of rank {self.rank}, has no indexer and uses what the layer "
+                                       f"before it picked; {self.world} ranks cannot serve this model.")
+        return replace(c, num_layers=last - first, sliding_window=c.sliding_window[first:last], mixture=mixture, latent=latent)
 
     def _own_weights(self, weights: dict[str, QTensor | torch.Tensor]) -> dict[str, QTensor | torch.Tensor]:
         first, last = self._own_layers()
