@@ -13,6 +13,7 @@ definition (a norm that adds 1 to its weight, partial rotary embedding, post-nor
 
 from __future__ import annotations
 
+import inspect
 import logging
 from functools import partial
 from itertools import chain
@@ -174,6 +175,8 @@ def check_window(cu_seqlens: torch.Tensor, window: int | None) -> None:
 def _norm_fits(module: Any, config: Any) -> bool:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
+        return False
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm, of recurrent layers
         return False
     probe = torch.linspace(-3, 2, 2 * weight.numel(), device=weight.device, dtype=weight.dtype).view(2, -1)
     return _same(module(probe), LeanNorm(module)(probe))

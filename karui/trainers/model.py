@@ -150,9 +150,12 @@ class LossSum(nn.Module):
         return self._body(tokens, positions, cu_seqlens)
 
     def _body(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if "context_rows" in kwargs and is_recurrent(self.model):
+            raise UnsupportedError("run.context_parallel cuts documents, over which a recurrent state would have to be handed "
+                                   "on; leave it out for this model.")
         body = base_model(self.model).get_decoder()  # type: ignore[operator]
-        out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, cu_seqlens=cu_seqlens,
-                   **kwargs)
+        out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False,
+                   **documents_of(body, cu_seqlens), **kwargs)
         return out.last_hidden_state.squeeze(0)
 
     def of(self, batch: PackedBatch) -> torch.Tensor:
@@ -181,6 +184,27 @@ class LossSum(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write what the objective made beside the trained model, into an existing folder."""
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether some layers keep a recurrent state in place of keys: short convolutions, linear attention, state spaces."""
+    config: Any = base_model(model).config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    return any(kind in ("conv", "linear_attention", "mamba") for kind in kinds)
+
+
+def documents_of(body: Any, cu_seqlens: torch.Tensor) -> dict[str, Any]:
+    """How a ragged row's documents are told apart: by `cu_seqlens`. A model with recurrent layers takes one document.
+
+    Raises:
+        UnsupportedError: several documents for such a model.
+    """
+    if not is_recurrent(body):
+        return {"cu_seqlens": cu_seqlens}
+    if len(cu_seqlens) > 2:
+        raise UnsupportedError(f"a {body.config.model_type} has recurrent layers, whose state would go from one document of a "
+                               "packed row into the next; set data.packing: false.")
+    return {}
 
 
 def base_model(model: nn.Module) -> nn.Module:

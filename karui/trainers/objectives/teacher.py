@@ -16,7 +16,7 @@ from karui.configs.objectives import TeacherSection
 from karui.configs.recipe import ModelSection, Recipe
 from karui.distill import capture
 from karui.distill.teacher_rows import DenseRows
-from karui.trainers.model import base_model
+from karui.trainers.model import base_model, documents_of
 
 
 class Teacher:
@@ -70,7 +70,8 @@ class Teacher:
         if self.section.offload:
             tokens, positions, cu_seqlens = tokens.cpu(), positions.cpu(), cu_seqlens.cpu()
         with capture.depths(self.layers, depths) as found:
-            out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, cu_seqlens=cu_seqlens)
+            out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False,
+                       **documents_of(body, cu_seqlens))
         return out.last_hidden_state.squeeze(0).to(home).float(), {d: x.to(home).float() for d, x in found.items()}
 
     def rows(self, hidden: torch.Tensor) -> DenseRows:
