@@ -141,7 +141,8 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", cho
         if not reason:
             logger.info("runner: triton")
             with _said_when_full(opened, where, kept, packed=True):
-                return TritonRunner(config, dict(opened.weights()), where, kept, activation_bits=activation_bits or 16)
+                return TritonRunner(config, dict(opened.weights()), where, kept, activation_bits=activation_bits or 16,
+                                    weight_memory=limit)
         logger.info("runner: torch, because the triton one cannot serve this model: %s", reason)
     if limit is not None:
         raise UnsupportedError("weight_memory: the torch runner keeps all weights where it computes; the native and the triton "
@@ -188,7 +189,7 @@ def _said_when_full(opened: Opened, where: torch.device, dtype: torch.dtype, pac
         raise UnsupportedError(
             f"{opened.path} does not fit on {where}: {count / 1e9:.2f} billion weights ask for {asked / 2**30:.2f} GiB, "
             f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB were free, {bits:.1f} bits per weight: {fits} (karui quantize). "
-            "Or end what else holds this GPU's memory, or use device='cpu'."
+            "Or end what else holds this GPU's memory, let layers come from main memory (weight_memory), or use device='cpu'."
         ) from error
 
 

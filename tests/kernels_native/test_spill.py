@@ -12,9 +12,9 @@ from karui.configs.errors import CorruptError, KaruiError
 from karui.configs.quantspec import QuantSpec
 from karui.inference.engine import Engine
 from karui.inference.models.native import NativeRunner
+from karui.inference.models.streaming import streamed_layers
 from karui.inference.requests import SamplingParams
 from karui.kernels.native import available
-from karui.kernels.native.spill import spilled_layers
 from karui.kernels.quantize import quantize
 from tests.inference.conftest import tiny
 from tests.kernels_native.test_exact import run
@@ -106,8 +106,8 @@ def test_a_failed_load_changes_nothing():
 
 
 def test_the_fewest_layers_are_left_out_and_evenly():
-    assert spilled_layers([10] * 6, 5, 65) == [False] * 6
-    assert spilled_layers([10] * 6, 5, 64) == [False, True, True, False, True, True]
-    assert spilled_layers([10] * 6, 5, 35) == [True] * 6
+    assert streamed_layers([10] * 6, 5, 65, 3) == [False] * 6
+    assert streamed_layers([10] * 6, 5, 64, 3) == [False, True, True, False, True, True]
+    assert streamed_layers([10] * 6, 5, 35, 3) == [True] * 6
     with pytest.raises(KaruiError, match="too little"):
-        spilled_layers([10] * 6, 5, 34)
+        streamed_layers([10] * 6, 5, 34, 3)

@@ -27,6 +27,7 @@ from karui.inference.cache.kv import PACKED, KVStore, check_dtype
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.rope import cos_sin
+from karui.inference.models.streaming import StreamedLayers, on_meta, streamed_layers
 from karui.inference.models.weights import Weights, check_weights, nbytes
 from karui.kernels.gemm_grouped import Groups, gemm_grouped
 from karui.kernels.gemm_weight import (
@@ -113,6 +114,8 @@ class TritonRunner(TorchRunner):
         graphs: decode with CUDA graphs (on a GPU).
         activation_bits: 8: inputs of FP8 weights are rounded to E4M3 row by row and multiplied as codes; 16: FP8 weights are
             decoded. Whether inputs of integer weights are rounded is their grid's.
+        weight_memory: bytes of the GPU that weights may take; layers beyond it lie in pinned main memory and come when their turn
+            comes (`StreamedLayers`), without graphs. None: all stay on the GPU.
 
     Raises:
         UnsupportedError: no Triton, a GPU before compute capability 8.0 (8.9 for activations in FP8), a model that the plain
@@ -120,7 +123,8 @@ class TritonRunner(TorchRunner):
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device | str = "cuda",
-                 dtype: torch.dtype = torch.bfloat16, graphs: bool = True, activation_bits: int = 16) -> None:
+                 dtype: torch.dtype = torch.bfloat16, graphs: bool = True, activation_bits: int = 16,
+                 weight_memory: int | None = None) -> None:
         reason = unsuited(config, torch.device(device))
         if not reason and activation_bits == 8 and (reason := obstacle(torch.device(device), 89)):
             reason = f"FP8 activations: {reason}; with activation_bits=16 FP8 weights are decoded on any GPU"
@@ -133,6 +137,9 @@ class TritonRunner(TorchRunner):
         self._parts: dict[str, dict[str, slice]] = {}
         self._within: dict[str, str] = {}
         self._use_graphs = graphs and torch.device(device).type == "cuda"
+        self._weight_memory = weight_memory
+        self._streamed: StreamedLayers | None = None
+        self._away: frozenset[int] = frozenset()
         self._float8_input = activation_bits == 8
         self._stream: torch.cuda.Stream | None = None
         super().__init__(config, weights, device, dtype)
@@ -177,10 +184,14 @@ class TritonRunner(TorchRunner):
     def _take(self, checked: dict[str, QTensor | torch.Tensor]) -> None:
         self._graphs.clear()
         self._packed, self._products, self._weights, self._parts, self._within = False, {}, {}, {}, {}
+        streamed = None if self._weight_memory is None else StreamedLayers(self.device)
         for i in range(self.config.num_layers):
             layer = f"model.layers.{i}."
             for name, parts in _products(self.config, i).items():
                 self._make(layer + name, [layer + part for part in parts], checked)
+            if streamed is not None:
+                streamed.add({name: self._products[layer + name].weight for name in _products(self.config, i)})
+                self._forget(i)
         if not self.config.tied:
             self._make("lm_head", ["lm_head"], checked)
         self._pack_embedding(checked)
@@ -189,17 +200,52 @@ class TritonRunner(TorchRunner):
             for name in self._within:
                 self._weights.pop(f"{name}.weight", None)
         self.supports_partial_weights = not self._packed
+        if streamed is not None:
+            self._divide(streamed)
+
+    def _forget(self, layer: int) -> None:
+        """Drop what the GPU holds of a layer's products; sizes stay known."""
+        self._packed = True  # its parts cannot be swapped one by one
+        for name in _products(self.config, layer):
+            product = self._products[f"model.layers.{layer}.{name}"]
+            product.weight = on_meta(product.weight)
+            for part in self._parts[f"model.layers.{layer}.{name}"]:
+                self._weights.pop(f"{part}.weight", None)
+
+    def _divide(self, streamed: StreamedLayers) -> None:
+        """What fits into `weight_memory` goes back to the GPU, the rest will come and go."""
+        assert self._weight_memory is not None
+        fixed = self.weight_bytes() - sum(p.nbytes for name, p in self._products.items() if name.startswith("model.layers."))
+        away = streamed_layers(streamed.sizes, fixed, self._weight_memory)
+        for i in range(self.config.num_layers):
+            if not away[i]:
+                for name, w in streamed.weights(i).items():
+                    self._products[f"model.layers.{i}.{name}"].weight = w.to(self.device)
+        self._away = frozenset(i for i, out in enumerate(away) if out)
+        self._streamed = streamed if self._away else None
+        if self._streamed is not None:
+            self._use_graphs = False
+            self._streamed.open(sorted(self._away))
+            logger.info("%d of %d layers, %d of %d bytes, come from main memory in every step: weight_memory does not hold them",
+                        len(self._away), len(away), sum(streamed.sizes[i] for i in self._away), fixed + sum(streamed.sizes))
 
     def dense_weight(self, module: str) -> torch.Tensor:
         """The fp32 weight [out, in] of a linear, dequantized."""
         if f"{module}.weight" in self._weights:
             return super().dense_weight(module)
         name = self._within.get(module, module)
-        w, own = self._products[name].weight, self._parts[name][module]
+        w, own = self._product_weight(name), self._parts[name][module]
         if isinstance(w, PackedWeight):
             with current(self.device):
                 return dequantize_weight(w.rows(torch.arange(own.start, own.stop, device=self.device)), torch.float32)
         return (w.dequantize(torch.float32) if isinstance(w, QTensor) else w.float())[own]
+
+    def _product_weight(self, name: str) -> torch.Tensor | PackedWeight | QTensor:
+        if name.startswith("model.layers.") and self._streamed is not None:
+            layer, _, rest = name.removeprefix("model.layers.").partition(".")
+            if int(layer) in self._away:
+                return self._streamed.weights(int(layer))[rest].to(self.device)
+        return self._products[name].weight
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """As `TorchRunner.embed`."""
@@ -243,6 +289,10 @@ class TritonRunner(TorchRunner):
         aux = []
         for i in range(c.num_layers):
             p = f"model.layers.{i}."
+            if i in self._away:
+                assert self._streamed is not None
+                for name, w in self._streamed.visit().items():
+                    self._products[p + name].weight = w
             h, total = self._add_norm(total if update is None else update, None if update is None else total,
                                       p + "input_layernorm.weight")
             if i in aux_layers:

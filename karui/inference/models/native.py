@@ -27,11 +27,12 @@ from karui.inference.cache.kv import DTYPES
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
 from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of
+from karui.inference.models.streaming import streamed_layers
 from karui.inference.models.weights import CheckedWeights, Weights
 from karui.kernels.native import quiet_torch
 from karui.kernels.native.arena import Arena
 from karui.kernels.native.library import CACHE_TYPES, TARGETS, Batch, Config, Layer, Linear, Lora, Rounds, Stream, address, load
-from karui.kernels.native.spill import SpillFile, spilled_layers
+from karui.kernels.native.spill import BUFFERS, SpillFile
 from karui.kernels.native.weights import Packed, pack
 from karui.kernels.qtensor import QTensor
 
@@ -126,7 +127,7 @@ class NativeRunner:
         fixed = sum(packed.nbytes for packed in ends) + sum(n.numel() * 4 for n in norms)
         if file is not None:
             assert self._weight_memory is not None
-            away = spilled_layers([size for _, size in places], fixed, self._weight_memory)
+            away = streamed_layers([size for _, size in places], fixed, self._weight_memory, BUFFERS)
             for i, out in enumerate(away):
                 if not out:
                     file.bring_back(linears[i], *places[i], arena)

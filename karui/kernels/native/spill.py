@@ -92,23 +92,6 @@ class SpillFile:
         self._held.append(memory)
 
 
-def spilled_layers(layers: Sequence[int], fixed: int, budget: int) -> list[bool]:
-    """Which of the layers of so many bytes do not stay, given `fixed` bytes that do: the fewest, spread evenly, so that one is
-    read while others are computed. Buffers count.
-
-    Raises:
-        KaruiError: the budget does not even hold the buffers.
-    """
-    count, buffers = len(layers), BUFFERS * max(layers)
-    for spilled in range(count + 1):
-        chosen = [(i + 1) * spilled // count > i * spilled // count for i in range(count)]
-        needed = fixed + sum(size for size, out in zip(layers, chosen) if not out) + (buffers if spilled else 0)
-        if needed <= budget:
-            return chosen
-    raise KaruiError(f"weight_memory of {budget:,} bytes is too little: embedding, head and norms take {fixed:,}, and {BUFFERS} "
-                     f"buffers for layers of up to {max(layers):,} bytes another {buffers:,}.")
-
-
 def _open_for_reading(path: str) -> int:
     direct = getattr(os, "O_DIRECT", 0)
     try:
