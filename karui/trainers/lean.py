@@ -114,18 +114,19 @@ class LeanAttention:
         if past_key_values is not None or attention_mask is not None or documents is None or position_embeddings is None:
             return self.own(hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
                             past_key_values=past_key_values, **kwargs)
-        check_window(documents, getattr(m, "sliding_window", None))
+        window = window_of(m)
         shape = (*hidden_states.shape[:-1], -1, m.head_dim)
         q, k, v = (p(hidden_states).view(shape) for p in (m.q_proj, m.k_proj, m.v_proj))
         if hasattr(m, "q_norm"):
             q, k = m.q_norm(q), m.k_norm(k)
         cosine, sine = position_embeddings
         if (context := kwargs.get("context_rows")) is not None:
+            check_window(documents, window)
             q, k = (rotate(x.transpose(1, 2), cosine, sine) for x in (q, k))
             out = context_attention(q, k, v.transpose(1, 2), documents, m.scaling, context)
         else:
             out = document_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents, m.scaling,
-                                     shared=kwargs.get("shared_prefix", False), rotary=(cosine[0], sine[0]))
+                                     shared=kwargs.get("shared_prefix", False), rotary=(cosine[0], sine[0]), window=window)
         out = out.reshape(*hidden_states.shape[:-1], -1)
         rows = kwargs.get("attended_rows")
         return m.o_proj(out if rows is None else out.index_select(1, rows)), None
@@ -159,16 +160,23 @@ def keeps_rows(model: Any) -> bool:
     return len(layers) > 0 and isinstance(layers[-1].forward, LeanLastLayer)
 
 
+def window_of(attention: Any) -> int | None:
+    """The sliding window of an attention module: its own, or the configuration's where that has one for all layers."""
+    config = getattr(attention, "config", None)
+    given = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    return getattr(attention, "sliding_window", given) or None
+
+
 def check_window(cu_seqlens: torch.Tensor, window: int | None) -> None:
-    """Raise `UnsupportedError` when a document is longer than the model's sliding window."""
+    """Raise `UnsupportedError` when a document that several ranks share is longer than the model's sliding window."""
     from karui.configs.errors import UnsupportedError
 
     if window is None:  # on a GPU to look is to wait, in every layer
         return
     if (longest := int((cu_seqlens[1:] - cu_seqlens[:-1]).max())) > window:
         raise UnsupportedError(
-            f"a document of {longest} tokens is longer than the model's sliding window of {window}; "
-            f"set data.max_length to {window}."
+            f"a document of {longest} tokens is longer than the model's sliding window of {window}, which run.context_parallel "
+            f"does not serve; set data.max_length to {window} or run.context_parallel to 1."
         )
 
 

@@ -21,7 +21,7 @@ from karui.kernels.document_attention import document_attention
 from karui.trainers.compact import compact
 from karui.trainers.context import ContextGroup, context_attention, split
 from karui.trainers.data import IGNORE, PackedBatch
-from karui.trainers.lean import check_window, install_lean_ops, keeps_rows
+from karui.trainers.lean import check_window, install_lean_ops, keeps_rows, window_of
 
 logger = logging.getLogger(__name__)
 ATTENTION = "karui_documents"
@@ -97,13 +97,15 @@ def _attention(
         if query.shape[0] != 1:
             raise UnsupportedError(f"{ATTENTION} takes one ragged row, got a batch of {query.shape[0]}; use sdpa for batches.")
         cu_seqlens = torch.tensor([0, query.shape[2]])
-    check_window(cu_seqlens, kwargs.get("sliding_window"))
+    window = kwargs.get("sliding_window") or window_of(module)
     if dropout:
         raise UnsupportedError("attention dropout is not supported; set attention_dropout to 0 in the model's config.")
+    scaling = scaling or query.shape[-1] ** -0.5
     if (rows := kwargs.get("context_rows")) is not None:
-        return context_attention(query, key, value, cu_seqlens, scaling or query.shape[-1] ** -0.5, rows), None
+        check_window(cu_seqlens, window)
+        return context_attention(query, key, value, cu_seqlens, scaling, rows), None
     shared = kwargs.get("shared_prefix", False)
-    return document_attention(query, key, value, cu_seqlens, scaling or query.shape[-1] ** -0.5, shared=shared), None
+    return document_attention(query, key, value, cu_seqlens, scaling, shared=shared, window=window), None
 
 
 class LossSum(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from karui.kernels.document_attention import document_attention
+from karui.kernels.document_attention import document_attention, rotate
 from karui.kernels.document_attention.reference import document_attention as attention_reference
 from karui.kernels.lora import frozen_linear, lora_linear
 from karui.kernels.lora.reference import lora_linear as lora_reference
@@ -98,3 +98,32 @@ def test_document_attention_in_float64_takes_the_general_path():
     q, k, v = _rand(1, 4, 9, 8), _rand(1, 2, 9, 8, seed=1), _rand(1, 2, 9, 8, seed=2)
     bounds = torch.tensor([0, 4, 9])
     assert torch.allclose(document_attention(q, k, v, bounds, 0.3), attention_reference(q, k, v, bounds, 0.3).transpose(1, 2))
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), window=st.integers(1, 12), shared=st.booleans(),
+       rotary=st.booleans(), value=st.sampled_from([8, 4]))
+def test_a_window_equals_the_banded_mask(lengths, window, shared, rotary, value):
+    tokens, bounds = sum(lengths), torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    q, k, v = _rand(1, 4, tokens, 8), _rand(1, 2, tokens, 8, seed=1), _rand(1, 2, tokens, value, seed=2)
+    angle = torch.cat([_rand(tokens, 4, seed=3).detach()] * 2, -1)
+    turn = (angle.cos(), angle.sin())
+    ours = document_attention(q, k, v, bounds, 0.3, shared=shared, window=window, rotary=turn if rotary else None)
+    rq, rk = (rotate(x, *turn) for x in (q, k)) if rotary else (q, k)
+    exact = attention_reference(rq, rk, v, bounds, 0.3, shared=shared, window=window).transpose(1, 2)
+    assert ours.shape == (1, tokens, 4, value) and torch.allclose(ours, exact, atol=1e-12)
+    weight = _rand(*ours.shape, seed=7).detach()
+    for mine, theirs in zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (ours, exact))):
+        assert torch.allclose(mine, theirs, atol=1e-10)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_values_may_be_narrower_than_keys(shared):
+    q, k, v = (_rand(1, h, 12, d, dtype=torch.float32, seed=i) for i, (h, d) in enumerate(((4, 16), (4, 16), (4, 10))))
+    bounds = torch.tensor([0, 5, 12])
+    ours = document_attention(q, k, v, bounds, 0.25, shared=shared)
+    exact = attention_reference(q, k, v, bounds, 0.25, shared=shared).transpose(1, 2)
+    assert ours.shape == (1, 12, 4, 10) and torch.allclose(ours, exact, atol=1e-6)
+    weight = _rand(*ours.shape, seed=7).detach().float()
+    for mine, theirs in zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (ours, exact))):
+        assert torch.allclose(mine, theirs, atol=1e-5)

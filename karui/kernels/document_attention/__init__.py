@@ -5,7 +5,8 @@ that many samples open with is computed once. Rotary embedding (arXiv 2104.09864
 attention: q and k are then rotated on the way, and neither rotated copy exists.
 
 On CPU one autograd node keeps q, k, v, the output and a log-sum-exp per token and head; it runs a native kernel, or torch's flash
-kernel per document. Elsewhere: `scaled_dot_product_attention` per document.
+kernel per document. Elsewhere: `scaled_dot_product_attention` per document. With a window shorter than a document its queries go
+through that function in pieces as long as the window, each with the keys it can see.
 """
 
 from __future__ import annotations
@@ -30,18 +31,26 @@ def document_attention(
     *,
     shared: bool = False,
     rotary: Rotary | None = None,
+    window: int | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Attention output [1, T, heads, D], each token seeing the tokens of its own document up to itself.
+    """Attention output [1, T, heads, Dv], each token seeing the tokens of its own document up to itself.
 
     Args:
         q: [1, heads, T, D].
-        k, v: [1, kv_heads, T, D]; kv_heads divides heads.
+        k, v: [1, kv_heads, T, D] and [1, kv_heads, T, Dv]; kv_heads divides heads.
         cu_seqlens: [documents + 1] integers, from 0 to T: where documents begin.
         scaling: factor on q k^T.
         shared: the first document is seen by all others, before their own rows.
         rotary: cosine and sine [T, D] to rotate q and k by, q cos + rotate_half(q) sin; None: they are as they should be.
+        window: tokens a token sees, itself among them; None: all before it.
     """
+    if window is not None and (bounds := cu_seqlens.tolist()) and _longest(bounds, shared) > window:
+        q, k = (rotate(x, *rotary) for x in (q, k)) if rotary else (q, k)
+        return _windowed(q, k, v, bounds, scaling, shared, window)
+    if (short := q.shape[-1] - v.shape[-1]) > 0:  # latent attention has narrower values; zeros beside them stay zeros
+        wide = torch.nn.functional.pad(v, (0, short))
+        return document_attention(q, k, wide, cu_seqlens, scaling, shared=shared, rotary=rotary, backend=backend)[..., :-short]
     if use_triton(backend, q.device, "document_attention", refused=_refused(q)):
         from karui.kernels.document_attention.triton import DocumentAttention
 
@@ -64,6 +73,31 @@ def document_attention(
         own, seen = qd.shape[2], kd.shape[2]
         mask = None if own == seen else torch.ones(own, seen, dtype=torch.bool, device=q.device).tril(seen - own)
         outs.append(attend(qd, kd, vd, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True))
+    return torch.cat(outs, 2).transpose(1, 2)
+
+
+def _longest(bounds: list[int], shared: bool) -> int:
+    lengths = [e - s for s, e in zip(bounds, bounds[1:])]
+    return lengths[0] + max(lengths[1:], default=0) if shared else max(lengths)
+
+
+def _windowed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], scaling: float, shared: bool, window: int
+) -> torch.Tensor:
+    """As `document_attention` of rotated q and k; work and memory grow with length * window."""
+    lengths = [e - s for s, e in zip(bounds, bounds[1:])]
+    parts = zip(q.split(lengths, 2), *(_with_prefix(t.split(lengths, 2), shared) for t in (k, v)))
+    outs = []
+    for qd, kd, vd in parts:
+        before = kd.shape[2] - qd.shape[2]  # rows of the shared beginning
+        for first in range(0, qd.shape[2], window):
+            rows = torch.arange(first, min(first + window, qd.shape[2]), device=q.device) + before
+            low, high = max(0, before + first - window + 1), before + first + len(rows)
+            keys = torch.arange(low, high, device=q.device)
+            seen = (keys <= rows[:, None]) & (keys > rows[:, None] - window)
+            outs.append(torch.nn.functional.scaled_dot_product_attention(
+                qd[:, :, first : first + window], kd[:, :, low:high], vd[:, :, low:high], attn_mask=seen, scale=scaling,
+                enable_gqa=True))
     return torch.cat(outs, 2).transpose(1, 2)
 
 

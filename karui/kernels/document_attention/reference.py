@@ -1,5 +1,5 @@
-"""One dense mask over the whole row: causal and block-diagonal by document, with `shared` the first one seen by all. Quadratic in
-the row; for tests."""
+"""One dense mask over the whole row: causal and block-diagonal by document, with `shared` the first one seen by all, banded with
+`window`. Quadratic in the row; for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 
 
 def document_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scaling: float, *, shared: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scaling: float, *, shared: bool = False,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Shapes as in `karui.kernels.document_attention`; softmax of the full [T, T] scores under the mask."""
     tokens = q.shape[2]
@@ -16,6 +17,10 @@ def document_attention(
     at = torch.arange(tokens, device=q.device)
     same = document[:, None] == document[None, :]
     seen = (same | (document[None, :] == 0) if shared else same) & (at[None, :] <= at[:, None])
+    if window is not None:  # a document's rows follow on from the shared beginning as if it stood right before them
+        start = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])[document]
+        place = at - start + torch.where(document > 0, lengths[0] if shared else 0, 0)
+        seen &= place[None, :] > place[:, None] - window
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = (q @ k.transpose(-1, -2)) * scaling
