@@ -7,7 +7,7 @@ steps, exports. Formulas: `karui.trainers.estimate`. Rendering: `karui.trainers.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
-from karui.configs.steps import Ia3Step, LoraStep, PromptStep, VeraStep
+from karui.configs.steps import Ia3Step, LoraStep, MergeHeadsStep, PromptStep, VeraStep, WindowStep
 from karui.trainers.compact import compact
 from karui.trainers.data import SampleSet, collate, plan_epoch, read_data, total_steps
 from karui.trainers.data.dataset import describe
@@ -133,10 +133,13 @@ def dry_run(recipe: Recipe, *, world: int = 1) -> Preflight:
     from transformers import AutoConfig
 
     from karui.catalogue import resolve
+    from karui.trainers.stages import planned
 
     folder = resolve(recipe.model.name)
+    config, told = planned(recipe, AutoConfig.from_pretrained(folder))
     tokenizer, train, evaluation = read_data(recipe.data, folder)
-    return preflight(recipe, AutoConfig.from_pretrained(folder), tokenizer, train, evaluation, world=world)
+    found = preflight(recipe, config, tokenizer, train, evaluation, world=world)
+    return replace(found, notes=(*told, *found.notes))
 
 
 def preflight(recipe: Recipe, config: Any, tokenizer: Any, train: SampleSet, evaluation: SampleSet | None = None, *,
@@ -391,7 +394,8 @@ def _warnings(recipe: Recipe, shape: ModelShape, parts: dict[str, Any]) -> tuple
                    "data.max_length, or set run.recompute=full")
     if not shape.known:
         out.append("this architecture is not of the shape the memory formula describes; its activations may differ")
-    if unknown := [s for s in recipe.prepare if not isinstance(s, (LoraStep, VeraStep, Ia3Step, PromptStep))]:
+    known = (LoraStep, VeraStep, Ia3Step, PromptStep, MergeHeadsStep, WindowStep)
+    if unknown := [s for s in recipe.prepare if not isinstance(s, known)]:
         out.append(f"memory and time of {', '.join(_step_text(s) for s in unknown)} are not predicted")
     return tuple(out)
 

@@ -293,14 +293,16 @@ class Setup:
 def prepare(recipe: Recipe) -> Setup:
     """Load tokenizer, samples and model, and do the recipe's prepare steps; the same on every rank (seeded)."""
     import torch
+    from transformers import AutoConfig
 
     from karui.adapters.files import fingerprint
     from karui.trainers.data import read_data
     from karui.trainers.model import install_lean_ops, load_model, weights_folder
-    from karui.trainers.stages import Context, check_order, make_stages
+    from karui.trainers.stages import Context, check_order, make_stages, planned
 
     check_order(recipe)
     folder = weights_folder(recipe.model.name)
+    planned(recipe, AutoConfig.from_pretrained(folder))  # what it refuses should not cost reading data and weights
     tokenizer, samples, held_out = read_data(recipe.data, folder)
     model: Any = load_model(recipe.model)
     _check_vocabulary(model, samples)
@@ -342,7 +344,8 @@ def save_weights(setup: Setup, folder: Path) -> None:
     if stage := _adapter_stage(setup):
         stage.save(setup.model, folder)
     else:
-        setup.model.save_pretrained(str(folder), safe_serialization=True)
+        # under the names of the model in memory: some types' files have others, and hold experts one by one
+        setup.model.save_pretrained(str(folder), safe_serialization=True, save_original_format=False)
     save_extras(setup, folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from karui.configs.errors import KaruiError
 from karui.configs.recipe import Recipe
@@ -11,20 +12,28 @@ from karui.configs.steps import (
     BitNetStep,
     EfficientQatStep,
     Ia3Step,
+    LatentStep,
     LearnedGridStep,
     LlmQatStep,
     LoraStep,
     LowPrecisionStep,
+    MergeHeadsStep,
     PostTrainingStep,
     PromptStep,
     PruneStep,
     QatLoraStep,
+    UpcycleStep,
     VeraStep,
+    WindowStep,
 )  # fmt: skip
 from karui.trainers.stages.base import Context, Stage
 
 _STAGES: dict[type[Section], str] = {
     PruneStep: "prune:PruneStage",
+    MergeHeadsStep: "reshape:ReshapeStage",
+    WindowStep: "reshape:ReshapeStage",
+    UpcycleStep: "reshape:ReshapeStage",
+    LatentStep: "reshape:ReshapeStage",
     PostTrainingStep: "ptq:PostTrainingStage",
     LearnedGridStep: "qat:LearnedGridStage",
     EfficientQatStep: "qat:EfficientQatStage",
@@ -43,6 +52,19 @@ def stage_class(step: Section) -> type[Stage]:
     module, _, name = _STAGES[type(step)].partition(":")
     found: type[Stage] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return found
+
+
+def planned(recipe: Recipe, config: Any) -> tuple[Any, list[str]]:
+    """The model's transformers configuration after the recipe's steps, as far as it can be known, and lines about it.
+
+    Raises:
+        KaruiError: a step that this model cannot have.
+    """
+    lines: list[str] = []
+    for step in recipe.prepare:
+        config, told = stage_class(step).plan(step, recipe, config)
+        lines += told
+    return config, lines
 
 
 def make_stages(recipe: Recipe, context: Context) -> list[Stage]:
@@ -70,4 +92,4 @@ def check_order(recipe: Recipe) -> None:
         raise KaruiError(f"prepare: {' and '.join(owners)} each own the result of the run; one run trains one of them.")
 
 
-__all__ = ["Context", "Stage", "check_order", "make_stages", "stage_class"]
+__all__ = ["Context", "Stage", "check_order", "make_stages", "planned", "stage_class"]

@@ -41,9 +41,10 @@ class Context:
 class Stage:
     """One step. A subclass overrides what it needs; every method but `prepare` has a default that does nothing.
 
-    The calls come in this order: `prepare` once; `load` when a checkpoint is resumed; `param_groups` and `attach` once;
-    `before_step` and `after_step` around every optimizer step; `state` with every checkpoint; at the end, on the main rank,
-    `save` by a stage whose result is an adapter, else `finish` and, by a stage whose result is on a grid, `convert`.
+    The calls come in this order: `plan`, before there is a model; `prepare` once; `load` when a checkpoint is resumed;
+    `param_groups` and `attach` once; `before_step` and `after_step` around every optimizer step; `state` with every checkpoint;
+    at the end, on the main rank, `save` by a stage whose result is an adapter, else `finish` and, by a stage whose result is on a
+    grid, `convert`.
 
     Attributes:
         order: steps of a recipe must come in ascending order: prune 10, grid of the weights 20, adapters 30, low precision 40.
@@ -58,6 +59,14 @@ class Stage:
     def __init__(self, step: Section, context: Context) -> None:
         self.step: Any = step
         self.context = context
+
+    @classmethod
+    def plan(cls, step: Section, recipe: Recipe, config: Any) -> tuple[Any, list[str]]:
+        """The transformers configuration that `prepare` will leave, from the one before, and what there is to say of it.
+
+        Raises what `prepare` would, as far as the configuration tells.
+        """
+        return config, []
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model for training; in place or not, the result goes on. Runs on every rank, seeded alike."""
