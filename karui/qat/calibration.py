@@ -309,7 +309,7 @@ def block_arguments(model: nn.Module, length: int) -> tuple[list[dict[str, Any]]
             super().__init__()
             self.attention_type = getattr(block, "attention_type", None)  # some stacks choose the mask by it
 
-        def forward(self, hidden: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        def forward(self, hidden: torch.Tensor, *args: Any, **named: Any) -> Any:
             if args:
                 raise KaruiError(
                     f"{type(model).__name__}: its blocks take positional arguments, which calibration does not follow."
@@ -318,9 +318,9 @@ def block_arguments(model: nn.Module, length: int) -> tuple[list[dict[str, Any]]
             kwargs.append(
                 {k: v for k, v in named.items() if k not in ("cache", "past_key_values", "past_key_value", "use_cache")}
             )
-            return hidden
+            return (hidden, None) if as_tuple else hidden
 
-    blocks = list(layers)
+    blocks, as_tuple = list(layers), False
 
     def embed(rows: torch.Tensor) -> torch.Tensor:
         first.clear()
@@ -338,8 +338,12 @@ def block_arguments(model: nn.Module, length: int) -> tuple[list[dict[str, Any]]
             for i, block in enumerate(blocks):
                 layers[i] = block
 
-    device = next(base.parameters()).device
-    recorded(torch.zeros((1, length), dtype=torch.long, device=device))
+    row = torch.zeros((1, length), dtype=torch.long, device=next(base.parameters()).device)
+    try:
+        recorded(row)
+    except ValueError:  # the stack unpacks what its blocks return (Bamba)
+        as_tuple = True
+        recorded(row)
     return [dict(k) for k in kwargs], recorded
 
 

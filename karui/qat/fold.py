@@ -101,8 +101,11 @@ def _norm_offset(module: nn.Module, width: int, weight: torch.Tensor) -> float:
     """1.0 when the norm scales by (1 + weight): with the weight at zero its output is not zero."""
     kept = weight.detach().clone()
     weight.data.zero_()
-    with torch.no_grad():
-        one_plus = bool(module(torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)).any())
+    try:
+        with torch.no_grad():
+            one_plus = bool(module(torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)).any())
+    except TypeError:  # a norm that wants its gate too (DeltaNet)
+        one_plus = False
     weight.data.copy_(kept)
     return 1.0 if one_plus else 0.0
 
