@@ -384,7 +384,7 @@ def _lfm2_width(config: dict[str, Any]) -> int:
     if not config.get("block_auto_adjust_ff_dim", True):
         return width
     width = 2 * width // 3
-    multiplier, multiple = config.get("block_ffn_dim_multiplier"), config.get("block_multiple_of") or 256
+    multiplier, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.get("block_multiple_of") or 256
     return width if multiplier is None else multiple * -(-int(multiplier * width) // multiple)
 
 
