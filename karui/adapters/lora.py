@@ -19,7 +19,7 @@ from karui.adapters.olora import olora
 from karui.adapters.pissa import pissa
 from karui.adapters.quantized_linear import QuantizedLinear
 from karui.adapters.start import Start
-from karui.adapters.targets import check_rank, head_names, is_tied, resolve_modules, resolve_targets, shortest
+from karui.adapters.targets import check_rank, head_names, is_tied, resolve_lora_targets, resolve_modules, shortest
 from karui.configs.errors import KaruiError
 from karui.configs.steps import LoraStep
 from karui.kernels.quantize import quantize
@@ -65,7 +65,7 @@ def attach(model: nn.Module, step: LoraStep, *, look: Look | None = None) -> Att
     from karui.adapters import dora, fused
 
     base = fingerprint(model)
-    targets = resolve_targets(model, step.targets)
+    targets = resolve_lora_targets(model, step.targets)
     check_rank(model, targets, step.rank)
     also = resolve_modules(model, step.train_also) if step.train_also else []
     if step.init == "eva" and look is None:

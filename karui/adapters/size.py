@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from karui.adapters.targets import check_rank, resolve_modules, resolve_targets
+from karui.adapters.targets import check_rank, resolve_lora_targets, resolve_modules, resolve_targets
 from karui.configs.section import Section
 from karui.configs.steps import Ia3Step, LoraStep, PromptStep, VeraStep
 
@@ -16,7 +16,7 @@ def adapter_size(model: Any, step: Section) -> tuple[list[str], int] | None:
         KaruiError: targets that match nothing, or a rank above a matrix's dimensions.
     """
     if isinstance(step, LoraStep):
-        targets = resolve_targets(model, step.targets)
+        targets = resolve_lora_targets(model, step.targets)
         check_rank(model, targets, step.rank)
         also = resolve_modules(model, step.train_also) if step.train_also else []
         whole = sum(p.numel() for n in also for p in model.get_submodule(n).parameters(recurse=False))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 
 from karui.adapters.quantized_linear import QuantizedLinear
-from karui.configs.errors import KaruiError, nearest
+from karui.configs.errors import KaruiError, UnsupportedError, nearest
 
+logger = logging.getLogger(__name__)
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 def linears(model: nn.Module) -> list[str]:
     """Full names of all linear layers, packed ones too."""
@@ -34,6 +37,27 @@ def resolve_targets(model: nn.Module, targets: str | tuple[str, ...]) -> list[st
             f"Leave it out of targets."
         )
     return [n for n in every if n in chosen]
+
+
+def resolve_lora_targets(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
+    """`resolve_targets` without the plain feed-forward linears of a model with fused experts: peft takes their names for parts of
+    the experts and would put the adapters there (`_convert_peft_config_moe`).
+
+    Raises:
+        KaruiError: as `resolve_targets`.
+        UnsupportedError: such a linear that was named.
+    """
+    found = resolve_targets(model, targets)
+    if not any(p.ndim == 3 and n.endswith("experts.gate_up_proj") for n, p in model.named_parameters()):
+        return found
+    taken = [n for n in found if n.rpartition(".")[2] in EXPERT_PARTS]
+    if taken and targets != "all-linear":
+        raise UnsupportedError(f"adapter target {taken[0]!r}: in a model with fused experts peft takes this name for a part of "
+                               "the experts; target the attention only.")
+    if taken:
+        logger.warning("targets all-linear leaves %d feed-forward linears out, first %s: peft takes their names for parts of the "
+                       "experts", len(taken), taken[0])
+    return [n for n in found if n not in taken]
 
 
 def resolve_modules(model: nn.Module, names: tuple[str, ...]) -> list[str]:

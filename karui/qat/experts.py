@@ -91,8 +91,9 @@ def is_expert(name: str) -> bool:
 
 
 def is_router(name: str) -> bool:
-    """Whether a linear chooses or weighs experts: small, and its choices are sensitive to rounding, so it stays as it is."""
-    return name.removesuffix(".weight").rpartition(".")[2] in ("gate", "router", "shared_expert_gate")
+    """Whether a linear chooses or weighs experts, or the keys of sparse attention: small, and its choices are sensitive to
+    rounding, so it stays as it is."""
+    return name.removesuffix(".weight").rpartition(".")[2] in ("gate", "router", "shared_expert_gate", "weights_proj")
 
 
 def left_alone(name: str) -> str:

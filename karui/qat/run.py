@@ -315,11 +315,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The causal LM of a folder, from safetensors only, without remote code."""
+    """The causal LM of a folder, from safetensors only, without remote code; attention is sdpa, eager where it has no other."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True, attn_implementation="sdpa"
+        str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
 
 

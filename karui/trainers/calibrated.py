@@ -135,7 +135,7 @@ def unmerged_model(source: Path, adapter: Path, base: QuantSpec | None) -> Any:
     from karui.adapters.files import quiet, taken_out
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="sdpa"
+        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
     ).eval()
     put_on_grid(model, base, taken_out(adapter))
     with quiet():

@@ -59,13 +59,17 @@ def load_model(section: ModelSection) -> nn.Module:
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raise `UnsupportedError` for what would be trained wrongly: scaled or capped logits, a head with a bias."""
+    """Raise `UnsupportedError` for what would be trained wrongly: scaled or capped logits, a head with a bias, attention with
+    sinks or an indexer."""
     config: Any = model.config
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping"):
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise UnsupportedError(f"model type {config.model_type}: {key} is not supported in training.")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:  # type: ignore[operator]
         raise UnsupportedError(f"model type {config.model_type}: an output head with a bias is not supported in training.")
+    for name, what in (("sinks", "attention sinks are"), ("indexer", "sparse attention is")):
+        if any(hasattr(module, name) for module in model.modules()):
+            raise UnsupportedError(f"model type {config.model_type}: {what} not supported in training.")
 
 
 def register_attention() -> None:
@@ -98,6 +102,8 @@ def _attention(
             raise UnsupportedError(f"{ATTENTION} takes one ragged row, got a batch of {query.shape[0]}; use sdpa for batches.")
         cu_seqlens = torch.tensor([0, query.shape[2]])
     window = kwargs.get("sliding_window") or window_of(module)
+    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "indices")):
+        raise UnsupportedError(f"{ATTENTION} has no soft caps, sinks and chosen keys.")
     if dropout:
         raise UnsupportedError("attention dropout is not supported; set attention_dropout to 0 in the model's config.")
     scaling = scaling or query.shape[-1] ** -0.5

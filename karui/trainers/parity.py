@@ -149,6 +149,9 @@ def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor], e
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             parameter.data.copy_(dense[name])
+        for name, buffer in model.named_buffers():  # what routers of DeepSeek add to their scores is no parameter
+            if name in dense:
+                buffer.copy_(dense[name])
     attach(model, dict.fromkeys(eights))
     return model
 
@@ -169,7 +172,7 @@ def engine_logprobs(bundle: Path, ids: Sequence[int], *, runner: str) -> list[fl
     from karui.inference.engine import Engine
 
     return (
-        Engine.load(bundle, runner=runner, kv_dtype="float32", max_context=len(ids) + 1, max_sequences=1)
+        Engine.load(bundle, device="cpu", runner=runner, kv_dtype="float32", max_context=len(ids) + 1, max_sequences=1)
         .score([list(ids)])[0]
         .tolist()
     )

@@ -1,0 +1,126 @@
+"""End to end: latent and sparse attention, windows, soft caps, other norms and fused linears through quantizing, packed training,
+export and the parity gate, on tiny random models; and what is not trained is refused before it starts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from karui.configs.errors import UnsupportedError
+from karui.configs.recipe import ModelSection, Recipe
+from karui.inference.engine import Engine
+from karui.trainers.model import LossSum, load_model
+from karui.trainers.pipeline import run_pipeline
+from karui.trainers.quantize import quantize_to_bundle
+from tests.trainers.conftest import _fresh_accelerate_state, rows_file, tiny_folder  # noqa: F401
+
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4,
+              num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=64, first_k_dense_replace=1, q_lora_rank=64)
+GROUPS = dict(LATENT, n_group=2, topk_group=1)
+KINDS = {
+    "deepseek_v2": dict(LATENT, q_lora_rank=None), "deepseek_v3": GROUPS,
+    # many index heads: with few, scores are exactly zero so often that the least chosen key is one of several
+    "deepseek_v32": dict(GROUPS, index_n_heads=24, index_head_dim=16, index_topk=12),
+    "gemma2": dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=16),
+    "gemma3_text": dict(head_dim=16, sliding_window=16, sliding_window_pattern=2, query_pre_attn_scalar=16, num_hidden_layers=3),
+    "phi3": dict(sliding_window=16), "olmo3": dict(sliding_window=16),
+    "gpt_oss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+                    rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+}
+
+
+@pytest.fixture
+def folder_of(tiny_folder, tmp_path):  # noqa: F811
+    """folder_of(kind): a model folder with the tokenizer of `tiny_folder`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def make(kind: str) -> Path:
+        folder = tmp_path / kind
+        shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
+        torch.manual_seed(7)
+        config = AutoConfig.for_model(kind, **{**dict(
+            vocab_size=259, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2), **KINDS[kind]})
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if tensor.ndim >= 2 or name.endswith("e_score_correction_bias"):
+                    tensor.normal_(std=0.08)
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "gpt_oss"])
+def test_quantizing_passes_the_gate_and_the_engine_runs_it(kind, folder_of, tmp_path):
+    manifest = quantize_to_bundle(str(folder_of(kind)), tmp_path / "out", method="rtn", spec="w4g16")
+    assert manifest.parity["max_abs_dlogprob"] <= manifest.parity["bound"] == 2e-3
+    specs = {name: t.spec for name, t in manifest.tensors.items()}
+    linears = {n for n in specs if n.endswith("_proj.weight") or "experts" in n or "wq_b" in n}
+    kept = {n for n in linears if n.endswith("weights_proj.weight")}
+    assert {specs[n] for n in linears - kept} == {"w4g16"} and {specs[n] for n in kept} <= {"none"}
+    assert all(specs[n] == "none" for n in specs if ".mlp.gate." in n)
+    assert len(Engine.load(tmp_path / "out", max_context=32, max_sequences=1).generate(["what"])[0].token_ids) > 0
+
+
+def test_experts_of_gpt_oss_are_not_quantized(folder_of, tmp_path):
+    with pytest.raises(UnsupportedError, match="fused experts of GptOssExperts"):
+        quantize_to_bundle(str(folder_of("gpt_oss")), tmp_path / "out", method="rtn", spec="w4g16")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qlora", "deepseek_v3"), ("sft-full", "gemma3_text")])
+def test_a_shipped_recipe_trains_and_exports_it(name, kind, folder_of, rows_file, tmp_path, own_cache):  # noqa: F811
+    recipe = Recipe.load(name, [
+        f"model.name={folder_of(kind)}", f"data.train={rows_file}", "data.eval=null", "data.holdout=4", "data.prompt=prompt",
+        "data.completion=completion", "data.max_length=64", "optim.epochs=null", "optim.steps=3", "optim.batch=4",
+        "optim.micro_tokens=256", f"run.output={tmp_path / 'run'}", "run.threads=1", "track.to=none", "eval.questions=[]",
+        "eval.speed=false"])
+    result = run_pipeline(recipe)
+    metrics = result.run.metrics
+    assert metrics["eval_loss"] < metrics["eval_loss_before"] and (result.bundles[0] / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "gemma3_text", "phi3", "olmo3"])
+def test_packed_documents_are_computed_as_transformers_computes_each(kind, folder_of):
+    """Longer than the window, values narrower than keys: hidden states and the gradient of a document are its own."""
+    from transformers import AutoModelForCausalLM
+
+    folder = folder_of(kind)
+    packed = LossSum(load_model(ModelSection(name=str(folder), dtype="float32")), 64)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    lengths = (9, 40, 23)
+    documents = [torch.randint(3, 259, (n,)) for n in lengths]
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    got = packed.hidden(torch.cat(documents), torch.cat([torch.arange(n) for n in lengths]), cu)
+    want = torch.cat([plain.get_decoder()(d[None]).last_hidden_state[0] for d in documents])
+    assert (got - want).abs().max() < 2e-5 * want.abs().max()
+    for hidden in (got, want):
+        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    ours, theirs = dict(packed.model.named_parameters()), dict(plain.named_parameters())
+    for name, parameter in theirs.items():
+        if parameter.grad is not None:
+            assert (ours[name].grad - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize(("kind", "said"), [("deepseek_v32", "sparse attention is not"), ("gpt_oss", "attention sinks are not"),
+                                            ("gemma2", "softcapping is not")])
+def test_what_would_be_trained_wrongly_is_refused(kind, said, folder_of):
+    with pytest.raises(UnsupportedError, match=said):
+        load_model(ModelSection(name=str(folder_of(kind))))
+
+
+def test_adapters_stay_off_names_that_peft_takes_for_experts(folder_of):
+    from karui.adapters.lora import attach
+    from karui.configs.steps import LoraStep
+
+    model = load_model(ModelSection(name=str(folder_of("deepseek_v3"))))
+    with pytest.raises(UnsupportedError, match="'model.layers.0.mlp.gate_proj'.*target the attention only"):
+        attach(model, LoraStep(method="lora", rank=4, targets=("q_a_proj", "gate_proj")))
+    made = attach(model, LoraStep(method="lora", rank=4))
+    assert {n.split(".")[3] for n in made.targets} == {"self_attn"}
+    trained = {n.split(".lora_")[0].rpartition(".")[2] for n, p in made.model.named_parameters() if p.requires_grad}
+    assert trained == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
