@@ -23,7 +23,14 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key, e.g. --set optim.lr=1e-4.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
-Runner = Annotated[str, typer.Option(help="auto, native (C++ on the CPU) or torch.")]
+Runner = Annotated[str, typer.Option(help="auto, native (C++, CPU), triton (GPU) or torch.")]
+Device = Annotated[str, typer.Option(help="Where the engine runs: auto (a GPU where there is one), cpu, cuda, cuda:1.")]
+KvDtype = Annotated[str | None, typer.Option(help="Format of the KV cache: float16, int8, fp8, kivi4, ...")]
+Memory = Annotated[str | None, typer.Option(help="Bytes for the KV cache, e.g. 2GiB.")]
+MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together; default: as many as memory holds.")]
+WeightMemory = Annotated[
+    str | None, typer.Option(help="Bytes for the weights, e.g. 4GiB; layers beyond are read in every step.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -193,13 +200,19 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     speculate: Annotated[str | None, typer.Option(help="Lossless speculation, e.g. ngram:5.")] = None,
     runner: Runner = "auto",
+    device: Device = "auto",
+    kv_dtype: KvDtype = None,
+    memory: Memory = None,
+    max_context: MaxContext = None,
+    weight_memory: WeightMemory = None,
 ) -> None:
     """Answer one prompt, streaming."""
     from karui.trainers.talk import answer
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    answer(model, text, sampling, raw=raw, runner=runner, speculate=speculate)
+    answer(model, text, sampling, raw=raw, runner=runner, speculate=speculate,
+           **_engine(device, kv_dtype, memory, max_context, weight_memory))
 
 
 @app.command()
@@ -209,11 +222,17 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     runner: Runner = "auto",
+    device: Device = "auto",
+    kv_dtype: KvDtype = None,
+    memory: Memory = None,
+    max_context: MaxContext = None,
+    weight_memory: WeightMemory = None,
 ) -> None:
     """Talk with a model; an empty line or Ctrl-D ends it."""
     from karui.trainers.talk import conversation
 
-    conversation(model, {"max_tokens": max_tokens, "temperature": temperature}, system=system, runner=runner)
+    conversation(model, {"max_tokens": max_tokens, "temperature": temperature}, system=system, runner=runner,
+                 **_engine(device, kv_dtype, memory, max_context, weight_memory))
 
 
 @app.command("eval")
@@ -226,12 +245,18 @@ def evaluate(
     ] = None,
     speed: Annotated[bool, typer.Option(help="Measure prefill and decode tokens/s.")] = True,
     runner: Runner = "auto",
+    device: Device = "auto",
+    kv_dtype: KvDtype = None,
+    memory: Memory = None,
+    max_context: MaxContext = None,
+    weight_memory: WeightMemory = None,
     as_json: Json = None,
 ) -> None:
     """Perplexity, held-out loss, size on disk, tokens/s and memory of one or more models, in one table."""
     from karui.trainers.compare import compare
 
-    reports = compare(models, text=text, windows=windows, data=data, speed=speed, runner=runner)
+    reports = compare(models, text=text, windows=windows, data=data, speed=speed, runner=runner,
+                      engine=_engine(device, kv_dtype, memory, max_context, weight_memory))
     _write_json(as_json, [report.to_dict() for report in reports])
 
 
@@ -294,6 +319,11 @@ def bench(
     text: Annotated[Path | None, typer.Option(help="Text to cut prompts from.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG plot here.")] = None,
     runner: Runner = "auto",
+    device: Device = "auto",
+    kv_dtype: KvDtype = None,
+    memory: Memory = None,
+    max_context: MaxContext = None,
+    weight_memory: WeightMemory = None,
     as_json: Json = None,
 ) -> None:
     """Latency and throughput against this machine's measured limits, with advice on what would move them."""
@@ -314,6 +344,7 @@ def bench(
         new_tokens=new_tokens,
         text=text,
         runner=runner,
+        **_engine(device, kv_dtype, memory, max_context, weight_memory),
     )
     console = Console(highlight=False)
     console.print(measure.table(result))
@@ -333,11 +364,18 @@ def serve(
     name: Annotated[str | None, typer.Option(help="Name clients ask for; default: the folder's.")] = None,
     speculate: Annotated[str | None, typer.Option(help="Lossless speculation, e.g. ngram:5.")] = None,
     runner: Runner = "auto",
+    max_sequences: Annotated[int, typer.Option(help="Requests running at once; more wait.")] = 64,
+    device: Device = "auto",
+    kv_dtype: KvDtype = None,
+    memory: Memory = None,
+    max_context: MaxContext = None,
+    weight_memory: WeightMemory = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP interface, with a chat page at /."""
     from karui.inference.server.run import serve_model
 
-    serve_model(model, name=name, host=host, port=port, speculation=speculate, runner=runner)
+    serve_model(model, name=name, host=host, port=port, speculation=speculate, runner=runner, max_sequences=max_sequences,
+                **_engine(device, kv_dtype, memory, max_context, weight_memory))
 
 
 @app.command()
@@ -348,6 +386,13 @@ def demo(
     from karui.trainers.demo import run_demo
 
     run_demo(output)
+
+
+def _engine(device: str, kv_dtype: str | None, memory: str | None, max_context: int | None,
+            weight_memory: str | None) -> dict[str, Any]:
+    """The options of `Engine.load` that were given."""
+    found = {"device": device, "kv_dtype": kv_dtype, "memory": memory, "max_context": max_context, "weight_memory": weight_memory}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _settings(items: list[str]) -> dict[str, Any]:

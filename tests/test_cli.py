@@ -35,3 +35,25 @@ def test_models_and_recipes_are_listed():
 def test_quantize_lists_methods_with_their_papers():
     output = CliRunner().invoke(app, ["quantize", "--list"]).output
     assert "gptq" in output and "2210.17323" in output
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "eval", "bench", "serve"])
+def test_what_runs_a_model_says_where_and_in_how_much_memory(verb, monkeypatch):
+    asked = {}
+
+    def load(engine_class, path, **options):
+        asked.update(options)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr("karui.inference.loading.load", load)
+    options = ["--device", "cuda:1", "--kv-dtype", "int8", "--memory", "3GiB", "--max-context", "900", "--weight-memory", "9GiB"]
+    model = "smollm2-135m"
+    if verb == "eval":
+        from karui.trainers import compare
+
+        monkeypatch.setattr(compare, "compare", lambda models, engine, **_: load(None, models[0], **engine))
+    given = [verb, model, *(["a prompt"] if verb == "generate" else []), *options]
+    done = CliRunner().invoke(app, given, input="\n")
+    assert str(done.exception) == "seen"
+    assert {k: asked[k] for k in ("device", "kv_dtype", "memory", "max_context", "weight_memory")} == {
+        "device": "cuda:1", "kv_dtype": "int8", "memory": "3GiB", "max_context": 900, "weight_memory": "9GiB"}  # fmt: skip

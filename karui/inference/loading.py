@@ -15,6 +15,7 @@ import torch
 from karui.configs.errors import KaruiError, UnsupportedError, nearest
 from karui.inference.batch import Runner
 from karui.inference.bundle.reader import Opened, open_model
+from karui.inference.cache.kv import PACKED
 from karui.inference.memory import parse_bytes
 from karui.inference.models.config import ModelConfig, from_hf
 from karui.inference.models.decoder import TorchRunner
@@ -37,18 +38,17 @@ FITTING = {"bf16": 16.0, "w8 or fp8": 8.1, "w4g128": 4.2, "w2g64": 2.3}
 RunnerChoice = Literal["auto", "native", "triton", "torch"]
 Parallel = Literal["tensor", "pipeline"]
 _OPTIONS = ("device", "runner", "dtype", "bit_exact", "activation_bits", "speculation", "parallel", "weight_memory",
-            "offload_to", "kv_dtype", "memory",
-            "max_context", "max_tokens_per_step", "max_sequences", "block_size", "ahead")
+            "offload_to", "kv_dtype", "memory", "max_context", "max_tokens_per_step", "max_sequences", "block_size", "ahead")
 
 
-def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", runner: RunnerChoice = "auto", dtype: str = "auto",
-         bit_exact: bool = False, activation_bits: int | None = None, speculation: SpeculationConfig | str | None = None,
-         parallel: Parallel | None = None, weight_memory: int | str | None = None, offload_to: str | Path | None = None,
-         **options: Any) -> Engine:
+def load(engine_class: type[Engine], path: str | Path, *, device: str = "auto", runner: RunnerChoice = "auto",
+         dtype: str = "auto", bit_exact: bool = False, activation_bits: int | None = None,
+         speculation: SpeculationConfig | str | None = None, parallel: Parallel | None = None,
+         weight_memory: int | str | None = None, offload_to: str | Path | None = None, **options: Any) -> Engine:
     """An engine for `path`: a bundle, a model folder, or a name of the catalogue.
 
     Args:
-        device: "cpu", "cuda", "cuda:1".
+        device: "cpu", "cuda", "cuda:1"; "auto": a GPU where there is one, unless the runner is native.
         runner: "native" (C++, CPU), "triton" (kernels and CUDA graphs, GPU), "torch" (the reference, any device) or "auto":
             native on a CPU, triton on a GPU, if it serves the model.
         dtype: of the torch runner; "auto": float32 on a CPU, bfloat16 on a GPU.
@@ -69,6 +69,7 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
     spec = SpeculationConfig.parse(speculation) if isinstance(speculation, str) else speculation or SpeculationConfig()
     opened = open_model(find(path))
     config = from_hf(opened.config)
+    device = str(_device(device, runner))
     if parallel is not None:
         if spec.method != "none" or runner not in ("auto", "torch") or bit_exact or activation_bits == 8 or weight_memory:
             raise UnsupportedError("a model on several ranks runs on the torch runner, without speculation, bit_exact, "
@@ -76,7 +77,8 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "cpu", r
         made = make_parallel(opened, config, parallel, device=device, dtype=dtype)
     else:
         made = make_runner(opened, config, device=device, choice=runner, dtype=dtype, bit_exact=bit_exact,
-                           activation_bits=activation_bits, weight_memory=weight_memory, offload_to=offload_to)
+                           activation_bits=activation_bits, weight_memory=weight_memory, offload_to=offload_to,
+                           kv_dtype=options.get("kv_dtype", "auto"))
     tokenizer = load_tokenizer(opened.tokenizer_path)
     drafting = None
     if spec.method != "none":
@@ -108,21 +110,24 @@ def make_parallel(opened: Opened, config: ModelConfig, parallel: Parallel, *, de
         return kinds[parallel](config, dict(opened.weights()), where, kept)
 
 
-def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", choice: RunnerChoice = "auto", dtype: str = "auto",
+def make_runner(opened: Opened, config: ModelConfig, *, device: str = "auto", choice: RunnerChoice = "auto", dtype: str = "auto",
                 bit_exact: bool = False, activation_bits: int | None = None, weight_memory: int | str | None = None,
-                offload_to: str | Path | None = None) -> Runner:
-    """The runner asked for, or the best one that can serve the model, with the reason logged."""
+                offload_to: str | Path | None = None, kv_dtype: str = "auto") -> Runner:
+    """The runner asked for, or the best one that can serve the model and has that format of the KV cache, with the reason
+    logged."""
     if activation_bits not in (None, 8, 16):
         raise KaruiError(f"activation_bits must be 8 or 16, got {activation_bits}.")
     if choice not in ("auto", "native", "triton", "torch"):
         raise KaruiError(f"runner {choice!r} is not known; use auto, native, triton or torch.")
-    where, limit = _device(device), None if weight_memory is None else parse_bytes(weight_memory)
+    where, limit = _device(device, choice), None if weight_memory is None else parse_bytes(weight_memory)
     if choice == "native" and where.type != "cpu":
         raise UnsupportedError(f"the native runner works on the CPU, not on {device}; use runner='auto' there.")
     if choice in ("auto", "native") and where.type == "cpu" and dtype == "auto":
         try:
-            from karui.inference.models.native import NativeRunner
+            from karui.inference.models.native import CACHE_TYPES, NativeRunner
 
+            if choice == "auto" and kv_dtype not in ("auto", *CACHE_TYPES):
+                raise UnsupportedError(f"it keeps no keys in {kv_dtype}")
             made: Runner = NativeRunner(config, opened.weights(), activation_bits=activation_bits or 8, weight_memory=limit,
                                         offload_to=offload_to)
             logger.info("runner: native")
@@ -135,7 +140,7 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", cho
     if choice == "triton" or (choice == "auto" and where.type == "cuda" and not bit_exact):
         from karui.inference.models.gpu import TritonRunner, unsuited
 
-        reason = unsuited(config, where)
+        reason = unsuited(config, where) or (f"keys in {kv_dtype}" if choice == "auto" and kv_dtype in PACKED else "")
         if choice == "triton" and (reason or bit_exact):
             raise UnsupportedError(f"the triton runner cannot serve {opened.path}: {reason or 'it has no bit-exact mode'}.")
         if not reason:
@@ -153,8 +158,13 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "cpu", cho
         return TorchRunner(config, dict(opened.weights()), where, kept, bit_exact)
 
 
-def _device(device: str) -> torch.device:
-    where = torch.device(device)
+def _device(device: str, choice: str = "auto") -> torch.device:
+    if device == "auto":
+        device = "cuda" if choice != "native" and torch.cuda.is_available() else "cpu"
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise KaruiError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:1.") from None
     if where.type == "cuda" and not torch.cuda.is_available():
         raise KaruiError(f"device {device!r}: {no_gpu()}")
     return where

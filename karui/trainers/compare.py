@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ def compare(
     data: str | DataSection | None = None,
     speed: bool = True,
     runner: str = "auto",
+    engine: Mapping[str, Any] | None = None,
 ) -> list[Report]:
     """Measure each model, print the table and its protocols, return the reports.
 
@@ -39,6 +40,8 @@ def compare(
             of the contexts, the same for all.
         data: held-out samples: a file or shipped sample, or a recipe's data section (its eval split).
         runner: "auto" measures quality with torch in fp32 and speed with what the engine chooses; a name forces one for both.
+        engine: further options of `Engine.load` for both, such as device or kv_dtype. Quality is measured with an fp32 cache when
+            no other is named.
     """
     from rich.console import Console
 
@@ -57,13 +60,14 @@ def compare(
     window = min(WINDOW, limits[shortest])
     for name in models:
         with console.status(f"measuring {name}"):
-            reports.append(_measure(name, limits[name], text, windows, window, data, speed, runner))
+            reports.append(_measure(name, limits[name], text, windows, window, data, speed, runner, dict(engine or {})))
         gc.collect()
     console.print(table(reports))
     lines = protocols(reports)
     if text is not None and window < WINDOW:
         lines.append(f"windows of {window} tokens instead of {WINDOW}: the context of {shortest} holds no more")
-    lines.append(f"quality with the {'reference runner (torch, fp32)' if runner == 'auto' else runner + ' runner'}")
+    cache = f", keys in {engine['kv_dtype']}" if engine and "kv_dtype" in engine else ""
+    lines.append(f"quality with the {'reference runner (torch, fp32)' if runner == 'auto' else runner + ' runner'}{cache}")
     for line in lines:
         console.print(f"  {line}", style="dim")
     return reports
@@ -71,7 +75,7 @@ def compare(
 
 def _measure(
     name: str, limit: int, text: Path | None, windows: int | None, window: int, data: str | DataSection | None, speed: bool,
-    runner: str,
+    runner: str, options: dict[str, Any],
 ) -> Report:  # fmt: skip
     from karui.inference.engine import Engine
     from karui.inference.evaluate.memory import disk_bytes, peak_memory
@@ -83,13 +87,9 @@ def _measure(
     folder = find(name)
     found: dict[str, Any] = {}
     if text is not None or data is not None:
-        judge = Engine.load(
-            folder,
-            runner="torch" if runner == "auto" else runner,
-            kv_dtype="float32",
-            max_context=min(2048, limit),
-            max_sequences=1,
-        )
+        how = {"kv_dtype": "float32", "max_context": min(2048, limit), "max_sequences": 1, **options}
+        how |= {"runner": "torch", "dtype": "float32"} if runner == "auto" else {"runner": runner}
+        judge = Engine.load(folder, **how)
 
         def scorer(ids: Sequence[int]) -> list[float]:
             return judge.score([ids])[0].tolist()
@@ -98,9 +98,9 @@ def _measure(
             found["perplexity"] = perplexity(scorer, text, judge.tokenizer, window=window, windows=windows)
         if data is not None:
             found["held_out"] = held_out_loss(scorer, _samples(data, judge.tokenizer), max_tokens=min(2048, limit))
-        judge.runner.allocate(1, 16, "float32")
+        judge.runner.allocate(1, judge.pool.block_size, judge.kv_dtype)
     with peak_memory() as peak:
-        engine = Engine.load(folder, runner=runner, max_context=min(1024, limit), max_sequences=8)
+        engine = Engine.load(folder, **{"runner": runner, "max_context": min(1024, limit), "max_sequences": 8, **options})
         weight_bytes = engine.runner.weight_bytes()
         if speed:
             tokens, new = _speed_text(engine.tokenizer), min(64, limit // 4)

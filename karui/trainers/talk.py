@@ -15,13 +15,15 @@ def answer(
     runner: str = "auto",
     speculate: str | None = None,
     show_question: bool = False,
+    **options: Any,
 ) -> str:
-    """Stream one answer to standard output and return it; a line with the speed goes to standard error."""
+    """Stream one answer to standard output and return it; a line with the speed goes to standard error. `options`: of
+    `Engine.load`."""
     from karui.inference.engine import Engine
     from karui.inference.requests import SamplingParams
 
     params = SamplingParams(**sampling)
-    engine = Engine.load(model, runner=runner, speculation=speculate, max_sequences=1)
+    engine = Engine.load(model, runner=runner, speculation=speculate, max_sequences=1, **options)
     if show_question:
         sys.stdout.write(f"\n> {text}\n")
     chat = not raw and getattr(engine.tokenizer, "chat_template", None)
@@ -29,13 +31,15 @@ def answer(
     return _stream(engine, prompt, params)
 
 
-def conversation(model: str, sampling: dict[str, Any], *, system: str | None = None, runner: str = "auto") -> None:
+def conversation(
+    model: str, sampling: dict[str, Any], *, system: str | None = None, runner: str = "auto", **options: Any
+) -> None:
     """Read questions from standard input until an empty line or its end; every answer sees what was said before."""
     from karui.inference.engine import Engine
     from karui.inference.requests import SamplingParams
 
     params = SamplingParams(**sampling)
-    engine = Engine.load(model, runner=runner, max_sequences=1)
+    engine = Engine.load(model, runner=runner, max_sequences=1, **options)
     messages = [{"role": "system", "content": system}] if system else []
     sys.stderr.write(f"{model}; an empty line or Ctrl-D ends\n")
     while True:

@@ -163,3 +163,12 @@ def test_rollouts_take_the_triton_runner_where_it_serves(monkeypatch):
         monkeypatch.setattr(gpu, "unsuited", lambda config, device, reason=reason: reason)
         engine_sampler.make_runner(None, {})
     assert made == [("TritonRunner", torch.bfloat16), ("TorchRunner", torch.float32)]
+
+
+def test_the_device_is_a_gpu_where_there_is_one(monkeypatch):
+    assert loading._device("auto").type == "cpu" and loading._device("auto", "native").type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert loading._device("auto").type == "cuda" and loading._device("auto", "torch").type == "cuda"
+    assert loading._device("auto", "native").type == "cpu" and loading._device("cuda:1").index == 1
+    with pytest.raises(KaruiError, match="device 'gpu' is not known; use auto, cpu, cuda or cuda:1"):
+        loading._device("gpu")
