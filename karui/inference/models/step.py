@@ -69,7 +69,7 @@ def _state_rows(runs: list[list[int]], device: torch.device) -> list[StateRows]:
         return torch.tensor(values, device=device)
 
     return [StateRows(ints([list(range(r[0], r[1])) for r in group]), ints([r[2] for r in group]), ints([r[3] for r in group]))
-            for _, group in sorted(found, key=lambda pair: pair[0])]
+            for _, group in sorted(found, key=lambda pair: pair[0]) if group]
 
 
 class PaddedDecodes:
