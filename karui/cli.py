@@ -365,6 +365,7 @@ def serve(
     speculate: Annotated[str | None, typer.Option(help="Lossless speculation, e.g. ngram:5.")] = None,
     runner: Runner = "auto",
     max_sequences: Annotated[int, typer.Option(help="Requests running at once; more wait.")] = 64,
+    parallel: Annotated[str | None, typer.Option(help="tensor or pipeline: over the ranks of torchrun.")] = None,
     device: Device = "auto",
     kv_dtype: KvDtype = None,
     memory: Memory = None,
@@ -374,8 +375,9 @@ def serve(
     """Serve a model over an OpenAI-compatible HTTP interface, with a chat page at /."""
     from karui.inference.server.run import serve_model
 
+    given = _engine(device, kv_dtype, memory, max_context, weight_memory) | ({} if parallel is None else {"parallel": parallel})
     serve_model(model, name=name, host=host, port=port, speculation=speculate, runner=runner, max_sequences=max_sequences,
-                **_engine(device, kv_dtype, memory, max_context, weight_memory))
+                **given)
 
 
 @app.command()

@@ -166,7 +166,7 @@ class Engine:
     def add(self, request: Request) -> str:
         """Queue a request and return its id. Raises `KaruiError` for what can never run. Thread-safe."""
         prompt, params = self.encode(request.prompt), request.params
-        self._check(prompt, params)
+        self.check(prompt, params)
         limit = min(self.max_context, self._capacity) - len(prompt)
         seed = params.seed if params.seed is not None else self._agree(int.from_bytes(os.urandom(7), "little"))
         request_id = request.id if request.id is not None else f"request-{next(self._names)}"
@@ -189,6 +189,10 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Cancel a request at the next step; unknown and finished ids are ignored. Thread-safe."""
         self._aborts.append(request_id)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this id is unfinished."""
+        return request_id in self._groups
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt; text goes by the tokenizer's own rule (one BOS at most)."""
@@ -838,7 +842,8 @@ class Engine:
             raise KaruiError(f"token {outside[0]} is outside the vocabulary of {self.config.vocab_size}; "
                              "was the prompt made with another model's tokenizer?")
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raise `KaruiError` for what can never run."""
         if not prompt:
             raise KaruiError("the prompt is empty; give at least one token.")
         self._check_vocabulary((*prompt, *params.stop_token_ids))

@@ -19,9 +19,46 @@ def serve_model(model: str | Path, *, name: str | None = None, host: str = "127.
     from karui.inference.engine import Engine
     from karui.inference.server.warm_up import warm_up
 
+    if options.get("parallel") is not None:
+        _serve_ranks(model, name=name, host=host, port=port, api_key=api_key, **options)
+        return
     engine = Engine.load(model, **options)
     warm_up(engine)
     serve(engine, name or Path(str(model)).name, host=host, port=port, api_key=api_key)
+
+
+def _serve_ranks(model: str | Path, *, name: str | None, host: str, port: int, api_key: str | None, device: str = "auto",
+                 **options: Any) -> None:
+    """As `serve_model`, on every rank of a script that torchrun started: the first one serves, the others follow."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from karui.inference.engine import Engine
+    from karui.inference.server.ranks import LeadingEngine, control_group, follow
+
+    if "RANK" not in os.environ:
+        raise KaruiError("serving a model on several ranks: start it with torchrun, one process per rank, for instance "
+                         "torchrun --nproc_per_node 2 -m karui serve MODEL --parallel tensor.")
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_gpu and device in ("auto", "cuda"):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    if on_gpu:
+        torch.cuda.set_device(torch.device(device))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        group, engine = control_group(), Engine.load(model, device=device, **options)
+        if dist.get_rank() != 0:
+            follow(engine, group)
+            return
+        leading = LeadingEngine(engine, group)
+        try:
+            serve(leading, name or Path(str(model)).name, host=host, port=port, api_key=api_key)
+        finally:
+            leading.stop()
+    finally:
+        dist.destroy_process_group()
 
 
 def serve(engine: Any, name: str, *, host: str = "127.0.0.1", port: int = 8000, api_key: str | None = None,

@@ -1,0 +1,5 @@
+"""`python -m karui`."""
+
+from karui.cli import main
+
+main()
