@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,9 +93,8 @@ def _rank(rank: int, folder: str) -> None:
             while leading.has_work:
                 leading.step()
             leading.stop()
-            json.dump(found, open(f"{folder}/{kind.__name__}.json", "w"))
-        counters = {k: v for k, v in vars(engine.stats).items()}
-        json.dump(counters, open(f"{folder}/{kind.__name__}-{rank}.json", "w"))
+            Path(folder, f"{kind.__name__}.json").write_text(json.dumps(found))
+        Path(folder, f"{kind.__name__}-{rank}.json").write_text(json.dumps(vars(engine.stats)))
     torch.distributed.destroy_process_group()
 
 
