@@ -68,8 +68,11 @@ def check_torchrun(words):
     from torch.distributed.run import get_args_parser
 
     given = get_args_parser().parse_args(words)
-    assert given.module and given.training_script == "karui.trainers.run"
-    recipe_of(given.training_script_args)
+    assert given.module and given.training_script in ("karui", "karui.trainers.run")
+    if given.training_script == "karui":
+        check_karui(given.training_script_args, whole=True)
+    else:
+        recipe_of(given.training_script_args)
 
 
 def check_python(words):
