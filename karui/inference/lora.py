@@ -12,6 +12,7 @@ import torch
 
 from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.inference.models.decoder import LoraWeights
+from karui.inference.models.weights import canonical_name
 
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
@@ -50,7 +51,8 @@ def read_adapter(folder: str | Path, shapes: dict[str, tuple[int, ...]],
         if not torch.isfinite(tensor).all():
             raise CorruptError(f"adapter {folder}: {name} holds NaN or infinity.")
         parts.setdefault(match["module"], {})[match["part"]] = tensor.float()
-    return {module: _layer(folder, module, found, config, shapes, dense_weight) for module, found in parts.items()}
+    return {canonical_name(module): _layer(folder, module, found, config, shapes, dense_weight)
+            for module, found in parts.items()}
 
 
 def _check_kind(folder: Path, config: dict[str, Any]) -> None:
@@ -64,7 +66,8 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> None:
 
 def _layer(folder: Path, module: str, found: dict[str, torch.Tensor], config: dict[str, Any], shapes: dict[str, tuple[int, ...]],
            dense_weight: Callable[[str], torch.Tensor] | None) -> LoraWeights:
-    shape = shapes.get(f"{module}.weight")
+    name = canonical_name(module)
+    shape = shapes.get(f"{name}.weight")
     if shape is None or len(shape) != 2 or "embed_tokens" in module:
         raise CorruptError(f"adapter {folder}: it adapts {module}, which is not a linear of this model; is it another model's?")
     a, b = found.get("lora_A"), found.get("lora_B")
@@ -79,7 +82,7 @@ def _layer(folder: Path, module: str, found: dict[str, torch.Tensor], config: di
     if dense_weight is None:
         raise UnsupportedError(f"adapter {folder} is a DoRA, which needs the base weights; this engine's were replaced in packed "
                                "form: load the engine anew or merge the adapter.")
-    adapted = dense_weight(module).cpu() + scale * (b @ a)
+    adapted = dense_weight(name).cpu() + scale * (b @ a)
     return LoraWeights(a, b, scale, magnitude.flatten() / adapted.norm(dim=1))
 
 
