@@ -70,6 +70,22 @@ def test_ragged_batch_of_chunks_and_decodes(case):
     assert (got - want).abs().max() < 1e-4
 
 
+def test_layers_with_a_window_read_no_more_than_it(monkeypatch):
+    """One sequence decoding, several, and a chunk: the window's keys, and as many more as a chunk has rows."""
+    _, config, weights = tiny(CASES["gemma3"][0], **CASES["gemma3"][1])
+    assert config.sliding_window == (7, None, 7)
+    runner = TorchRunner(config, weights)
+    runner.allocate(40, 4, "float32")
+    read, real = {}, runner._kv.read
+    monkeypatch.setattr(runner._kv, "read", lambda layer, slots, dtype: read.update({layer: slots.shape}) or real(layer, slots, dtype))
+    ids, tables = torch.randint(0, 199, (40,)).tolist(), [list(range(10)), list(range(20, 30))]
+    for chunks, want in (([(ids[:30], 0, tables[0])], (30,)), ([(ids[30:31], 30, tables[0])], (7,)),
+                         ([(ids[31:36], 31, tables[0])], (7 + 4,)), ([(ids[:36], 0, tables[1])], (36,)),
+                         ([(ids[36:37], 36, table) for table in tables], (2, 7))):
+        runner.forward(batch_of(*chunks))
+        assert tuple(read[0]) == tuple(read[2]) == want and tuple(read[1])[-1] == sum(len(c[0]) for c in chunks[:1]) + chunks[0][1]
+
+
 @pytest.mark.parametrize("case", ["gemma3", "phi3-partial", "olmo3"])
 def test_adapters_and_codes_of_every_linear(case):
     """An adapter equals its merge, and codes their dequantized weights, fused linears included."""

@@ -19,9 +19,12 @@ def attend(kv: KVStore | KiviStore, layer: int, q: torch.Tensor, step: Step, win
     out = torch.empty_like(q)
     padded = step.padded if isinstance(kv, KVStore) else None
     if padded is not None and isinstance(kv, KVStore):
-        k, v = kv.read(layer, padded.slots, q.dtype)
-        out[padded.rows] = sdpa(q[padded.rows][:, None], k, v, padded.mask(window), cap, sinks)[:, 0]
+        slots, mask = padded.near(window)
+        k, v = kv.read(layer, slots, q.dtype)
+        out[padded.rows] = sdpa(q[padded.rows][:, None], k, v, mask, cap, sinks)[:, 0]
     for span in step.spans if padded is None else padded.others:
+        if window is not None and isinstance(kv, KVStore):
+            span = span.within(window)
         for start, stop, k, v in kv.seen(layer, span, q.dtype):
             visible = None if span.visible is None else span.visible[start - span.start:stop - span.start, :len(k)]
             if window is not None:

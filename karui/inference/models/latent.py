@@ -183,7 +183,8 @@ class _Unit:
 
 def _units(step: Step) -> Iterator[_Unit]:
     if step.padded is not None:
-        yield _Unit(step.padded.rows, step.padded.slots, step.padded.mask(None)[:, 0])
+        slots, mask = step.padded.near(None)
+        yield _Unit(step.padded.rows, slots, mask[:, 0])
     for span in step.spans if step.padded is None else step.padded.others:
         rows = torch.arange(span.start, span.stop, device=span.slots.device)
         yield _Unit(rows, span.slots[None], None if span.visible is None else span.visible[None])

@@ -31,6 +31,12 @@ class Span:
         seen = self.visible[row - self.start]
         return Span(0, 1, self.slots[seen], self.key_positions[seen], None)
 
+    def within(self, window: int) -> Span:
+        """The same without the keys that lie before the window of every row."""
+        first = max(0, len(self.slots) - (self.stop - self.start) - window + 1)
+        visible = None if self.visible is None else self.visible[:, first:]
+        return replace(self, slots=self.slots[first:], key_positions=self.key_positions[first:], visible=visible)
+
 
 @dataclass
 class StateRows:
@@ -73,8 +79,8 @@ def _state_rows(runs: list[list[int]], device: torch.device) -> list[StateRows]:
 
 
 class PaddedDecodes:
-    """The one-row sequences of a step, their keys padded to the longest: slots [S, C], and a mask per window. `others` are the
-    sequences with more rows."""
+    """The one-row sequences of a step, their keys padded to the longest: slots [S, C], and a mask [S, 1, 1, C] of those that are
+    real; of a window's keys the same. `others` are the sequences with more rows."""
 
     def __init__(self, spans: list[Span], others: list[Span], positions: torch.Tensor) -> None:
         self.others = others
@@ -82,14 +88,18 @@ class PaddedDecodes:
         lengths = torch.tensor([len(span.slots) for span in spans], device=positions.device)
         self.slots = torch.nn.utils.rnn.pad_sequence([span.slots for span in spans], batch_first=True)
         index = torch.arange(self.slots.shape[1], device=positions.device)
-        self._real, self._age = index < lengths[:, None], positions[self.rows][:, None] - index
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._last = positions[self.rows][:, None]
+        self._near: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {
+            None: (self.slots, (index < lengths[:, None])[:, None, None])}
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        if window not in self._masks:
-            seen = self._real if window is None else self._real & (self._age < window)
-            self._masks[window] = seen[:, None, None]
-        return self._masks[window]
+    def near(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and mask of the keys in the window, None: of all."""
+        if window is not None and window >= self.slots.shape[1]:
+            window = None
+        if window is not None and window not in self._near:
+            index = self._last - torch.arange(window, device=self._last.device).flip(0)
+            self._near[window] = self.slots.gather(1, index.clamp_min(0)), (index >= 0)[:, None, None]
+        return self._near[window]
 
 
 @dataclass
