@@ -124,6 +124,10 @@ class SafetensorsFiles:
     def read(self, name: str) -> torch.Tensor:
         return self._files[name].get_tensor(name)
 
+    def part(self, name: str, index: int) -> torch.Tensor:
+        """One of the tensor's first dimension."""
+        return self._files[name].get_slice(name)[index]
+
 
 class Bundle(Opened):
     """karui's own format; see `karui.configs.manifest.FORMAT`. Made by `read`."""
@@ -310,6 +314,10 @@ def open_model(path: str | Path, *, verify: Verify = "quick") -> Opened:
         from karui.inference.bundle import hf_bitnet
 
         return hf_bitnet.read(folder)
+    if method in ("mxfp4", "fp8"):
+        from karui.inference.bundle import released
+
+        return released.read(folder)
     return read_model_folder(folder)
 
 
