@@ -381,15 +381,18 @@ class TorchRunner:
 
     # -- reading the batch
 
+    def _check_slots(self, slots: torch.Tensor) -> None:
+        missing = [slot for slot in slots.tolist() if slot >= 0 and slot not in self._adapters]
+        if missing:
+            raise KaruiError(f"adapter slot {missing[0]} is empty; load the adapter before sending requests to it.")
+
     def _adapter_rows(self, batch: StepBatch) -> dict[int, torch.Tensor]:
         if batch.adapters is None:
             return {}
         starts = batch.query_starts.tolist()
+        self._check_slots(batch.adapters)
         rows: dict[int, list[int]] = {}
         for s, slot in enumerate(batch.adapters.tolist()):
-            if slot < 0:
-                continue
-            if slot not in self._adapters:
-                raise KaruiError(f"adapter slot {slot} is empty; load the adapter before sending requests to it.")
-            rows.setdefault(slot, []).extend(range(starts[s], starts[s + 1]))
+            if slot >= 0:
+                rows.setdefault(slot, []).extend(range(starts[s], starts[s + 1]))
         return {slot: torch.tensor(at, device=self.device) for slot, at in rows.items()}

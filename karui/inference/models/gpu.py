@@ -6,8 +6,9 @@
                 `gemm_grouped`, codes through `gemm_weight`
     norms       fused with the residual addition before them; those of q and k with the rotation and the cache's writing
     attention   paged, over fp32, fp16, bf16, int8 or fp8 blocks; trees of drafts are verified in the same kernel
-    decoding    steps of one row per sequence replay a graph, one per size of batch and reach of the context; batches are padded
-                to the next size, padded rows write nowhere. One copy brings a step's numbers to the GPU
+    decoding    steps of one row per sequence replay a graph, one per size of batch and reach of the context (and one with
+                adapters, a number per row); batches are padded to the next size, padded rows write nowhere. One copy brings a
+                step's numbers to the GPU
 
 Legend for shapes: T tokens in the step, S sequences, H hidden, A attention heads, G kv heads, D head_dim.
 """
@@ -15,6 +16,7 @@ Legend for shapes: T tokens in the step, S sequences, H hidden, A attention head
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -25,7 +27,7 @@ from karui.configs.errors import UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
 from karui.inference.cache.kv import PACKED, KVStore, check_dtype
 from karui.inference.models.config import ModelConfig
-from karui.inference.models.decoder import TorchRunner
+from karui.inference.models.decoder import LoraWeights, TorchRunner
 from karui.inference.models.rope import cos_sin
 from karui.inference.models.streaming import StreamedLayers, on_meta, streamed_layers
 from karui.inference.models.weights import Weights, check_weights, nbytes
@@ -41,6 +43,7 @@ from karui.kernels.gemm_weight import (
     takes_float8,
     takes_int8,
 )
+from karui.kernels.lora_rows import Stack, lora_rows
 from karui.kernels.mixture import mixture
 from karui.kernels.paged_attention import Cache, Plan, enter, paged_attention, tree_words
 from karui.kernels.qtensor import QTensor
@@ -130,7 +133,8 @@ class TritonRunner(TorchRunner):
             reason = f"FP8 activations: {reason}; with activation_bits=16 FP8 weights are decoded on any GPU"
         if reason:
             raise UnsupportedError(f"the triton runner cannot serve this: {reason}; use runner='torch'.")
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self._stacks: dict[str, Stack] | None = None
         self._caches: list[Cache] = []
         self._packed = False
         self._products: dict[str, _Product] = {}
@@ -259,14 +263,16 @@ class TritonRunner(TorchRunner):
 
     def _forward(self, batch: StepBatch) -> StepOutput:
         size = len(batch.tokens)
-        adapters = self._adapter_rows(batch)
-        decoding = size == len(batch.context_lens) and not (adapters or batch.aux_layers or batch.tree_masks)
-        if decoding and 0 < size <= GRAPH_SIZES[-1] and batch.logit_rows.tolist() == list(range(size)):
-            graph = self._graph_for(size, batch.block_tables.shape[1])
+        one_each = 0 < size == len(batch.context_lens) and size <= GRAPH_SIZES[-1]
+        adapters = self._adapters_of(batch) if one_each else self._adapter_rows(batch)
+        decoding = one_each and not (batch.aux_layers or batch.tree_masks)
+        if decoding and batch.logit_rows.tolist() == list(range(size)):
+            graph = self._graph_for(size, batch.block_tables.shape[1], isinstance(adapters, torch.Tensor))
             if graph is not None:
                 hidden, logits = graph.replay(batch)
                 # the next replay overwrites both; logits are read before it, hidden states may be kept
                 return StepOutput(logits, hidden.to(torch.float32, copy=True) if batch.want_hidden else None)
+        adapters = self._here(adapters) if isinstance(adapters, torch.Tensor) else adapters
         tokens, positions, slots, rows = (self._here(x) for x in (batch.tokens, batch.positions, batch.slots, batch.logit_rows))
         (update, total), aux = self._run(tokens, positions, slots, self._plan(batch, positions), adapters, batch.aux_layers)
         hidden = self._last_norm(update[rows], total[rows])
@@ -280,7 +286,7 @@ class TritonRunner(TorchRunner):
     # -- the decoder
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: Plan,
-             adapters: dict[int, torch.Tensor],
+             adapters: _Adapters,
              aux_layers: tuple[int, ...]) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
         """What the last layer adds and the residual stream before it, each [T, H], and the streams entering `aux_layers`."""
         c = self.config
@@ -323,7 +329,7 @@ class TritonRunner(TorchRunner):
     def _last_norm(self, update: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return self._add_norm(update, total, "model.norm.weight")[0]
 
-    def _gated_mlp(self, h: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _gated_mlp(self, h: torch.Tensor, module: str, adapters: _Adapters) -> torch.Tensor:
         return self._product(_gated(self._product(h, f"{module}.gate_up", adapters)), f"{module}.down_proj", adapters)
 
     def _experts(self, h: torch.Tensor, module: str) -> torch.Tensor:
@@ -351,8 +357,12 @@ class TritonRunner(TorchRunner):
         assert isinstance(product.weight, PackedWeight)
         return dequantize_weight(product.weight.rows(tokens), self.dtype, "auto" if self.device.type == "cuda" else "triton")
 
-    def _product(self, x: torch.Tensor, name: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, name: str, adapters: _Adapters) -> torch.Tensor:
         y = self._products[name](x)
+        if isinstance(adapters, torch.Tensor):
+            if (stack := self._stacked().get(name)) is not None:
+                lora_rows(y, x, adapters, stack, "triton")
+            return y
         for slot, rows in adapters.items():
             for part, own in self._parts[name].items():
                 lora = self._adapters[slot].get(part)
@@ -360,6 +370,32 @@ class TritonRunner(TorchRunner):
                     new = y[rows, own] + lora.scale * F.linear(F.linear(x[rows], lora.a), lora.b)
                     y[rows, own] = new if lora.row_scale is None else new * lora.row_scale
         return y
+
+    # -- adapters
+
+    def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
+        """As `TorchRunner.set_adapter`."""
+        super().set_adapter(slot, layers)
+        self._stacks = None
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not key[2]}
+
+    def _adapters_of(self, batch: StepBatch) -> _Adapters:
+        """Of a step with one row per sequence: int32 [T] on the CPU, or nothing."""
+        if batch.adapters is None or int(batch.adapters.max()) < 0:
+            return {}
+        self._check_slots(batch.adapters)
+        return batch.adapters
+
+    def _stacked(self) -> dict[str, Stack]:
+        """All adapters, product by product."""
+        if self._stacks is None:
+            self._stacks = {}
+            for name, parts in self._parts.items():
+                found = {(slot, i): lora for slot, held in self._adapters.items() for i, part in enumerate(parts)
+                         if (lora := held.get(part)) is not None}
+                if found:
+                    self._stacks[name] = _stack(found, list(parts.values()), 1 + max(self._adapters), self.dtype, self.device)
+        return self._stacks
 
     # -- weights
 
@@ -431,11 +467,11 @@ class TritonRunner(TorchRunner):
         starts, contexts, tables = (self._here(x) for x in (starts, batch.context_lens, batch.block_tables))
         return Plan(starts, contexts, tables.contiguous(), self._block_size, max(rows), tree, None if tree is None else positions)
 
-    def _graph_for(self, size: int, width: int) -> _Graph | None:
+    def _graph_for(self, size: int, width: int, adapted: bool = False) -> _Graph | None:
         """The graph for `size` sequences with tables of `width` blocks; None without graphs, or without memory for this one."""
         if not self._use_graphs:
             return None
-        key = next(s for s in GRAPH_SIZES if s >= size), next(b for b in GRAPH_BLOCKS if b >= width)
+        key = next(s for s in GRAPH_SIZES if s >= size), next(b for b in GRAPH_BLOCKS if b >= width), adapted
         if key not in self._graphs:
             try:
                 self._graphs[key] = self._capture(*key)
@@ -453,7 +489,7 @@ class TritonRunner(TorchRunner):
                     self._graph_for(size, width)
         return len(self._graphs)
 
-    def _capture(self, size: int, width: int) -> _Graph:
+    def _capture(self, size: int, width: int, adapted: bool) -> _Graph:
         """Record a decoding step of `size` sequences with tables of `width` blocks.
 
         All graphs share one pool of memory, for only one runs at a time, and one stream, so that cuBLAS keeps one workspace. A
@@ -464,7 +500,7 @@ class TritonRunner(TorchRunner):
         plan = Plan(starts, inputs.contexts, inputs.tables, self._block_size, 1)
 
         def step() -> tuple[torch.Tensor, torch.Tensor]:
-            last, _ = self._run(inputs.tokens, inputs.positions, inputs.slots, plan, {}, ())
+            last, _ = self._run(inputs.tokens, inputs.positions, inputs.slots, plan, inputs.adapters if adapted else {}, ())
             hidden = self._last_norm(*last)
             return hidden, self._head(hidden)
 
@@ -482,15 +518,21 @@ class TritonRunner(TorchRunner):
         return _Graph(inputs, plan, hidden, logits, graph)
 
 
+_Adapters = dict[int, torch.Tensor] | torch.Tensor
+"""Rows of each adapter in use, or the adapter of each row."""
+
+
 class _Inputs:
     """A decoding step's integers, int32, one after the other in one tensor: each part begins at a multiple of 16 bytes."""
 
     def __init__(self, size: int, width: int, device: torch.device | str) -> None:
         each = max(4, size)
-        self.all = torch.zeros(4 * each + size * width, dtype=torch.int32, device=device)
-        self.tokens, self.positions, self.slots, self.contexts = (self.all[i * each:i * each + size] for i in range(4))
-        self.tables = self.all[4 * each:].view(size, width)
+        self.all = torch.zeros(5 * each + size * width, dtype=torch.int32, device=device)
+        self.tokens, self.positions, self.slots, self.contexts, self.adapters = (
+            self.all[i * each:i * each + size] for i in range(5))
+        self.tables = self.all[5 * each:].view(size, width)
         self.slots.fill_(-1)  # a row of padding writes nowhere, and sees one key
+        self.adapters.fill_(-1)
         self.contexts.fill_(1)
 
     def take(self, batch: StepBatch) -> None:
@@ -500,6 +542,8 @@ class _Inputs:
         for to, value in ((step.tokens, batch.tokens), (step.positions, batch.positions), (step.slots, batch.slots),
                           (step.contexts, batch.context_lens)):
             to[:size] = value
+        if batch.adapters is not None:
+            step.adapters[:size] = batch.adapters
         step.tables[:size, :width] = batch.block_tables
         self.all.copy_(step.all, non_blocking=True)
 
@@ -531,6 +575,24 @@ def unsuited(config: ModelConfig, device: torch.device) -> str:
     if config.head_dim > 256:
         return f"a head dimension of {config.head_dim}, more than 256"
     return obstacle(device)
+
+
+def _stack(found: dict[tuple[int, int], LoraWeights], own: list[slice], slots: int, dtype: torch.dtype,
+           device: torch.device) -> Stack:
+    """(slot, part) -> adapted linear, as one product's `Stack`; the parts' outputs are at `own`."""
+    rank, n = max(lora.a.shape[0] for lora in found.values()), own[-1].stop
+    a = torch.zeros(slots, len(own) * rank, next(iter(found.values())).a.shape[1], dtype=dtype, device=device)
+    b = torch.zeros(slots, n, rank, dtype=dtype, device=device)
+    gain = torch.ones(slots, n, device=device) if any(lora.row_scale is not None for lora in found.values()) else None
+    for (slot, i), lora in found.items():
+        r = lora.a.shape[0]
+        a[slot, i * rank:i * rank + r] = lora.a
+        b[slot, own[i], :r] = lora.b * lora.scale
+        if lora.row_scale is not None:
+            assert gain is not None
+            gain[slot, own[i]] = lora.row_scale.float()
+    part = torch.cat([torch.full((o.stop - o.start,), i, dtype=torch.int32) for i, o in enumerate(own)])
+    return Stack(a, b, part.to(device), gain)
 
 
 def _concatenated(parts: list[PackedWeight]) -> PackedWeight:

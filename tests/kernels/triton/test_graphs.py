@@ -8,10 +8,11 @@ import weakref
 import pytest
 import torch
 
+from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
 from karui.inference.batch import StepBatch
 from karui.inference.engine import Engine
-from karui.inference.models.decoder import TorchRunner
+from karui.inference.models.decoder import LoraWeights, TorchRunner
 from karui.inference.requests import Request, SamplingParams
 from karui.kernels.quantize import quantize
 from tests.kernels.triton import pretend
@@ -102,9 +103,9 @@ def test_a_longer_context_gets_a_graph_of_its_own(graphs):
     fast, plain = runners(CONFIG, weights(CONFIG))
     for width in (3, 12, 3):
         same(fast, plain, decoding(1, width=width))
-    assert sorted(fast._graphs) == [(1, 16)] and len(graphs) == 1
+    assert sorted(fast._graphs) == [(1, 16, False)] and len(graphs) == 1
     key = fast._graph_for(1, 17)
-    assert key.inputs.tables.shape == (1, 64) and fast._graph_for(1, 2) is fast._graphs[1, 16] and len(graphs) == 2
+    assert key.inputs.tables.shape == (1, 64) and fast._graph_for(1, 2) is fast._graphs[1, 16, False] and len(graphs) == 2
 
 
 def test_without_memory_for_a_graph_steps_go_on(graphs, monkeypatch, caplog):
@@ -177,10 +178,38 @@ def test_a_server_records_its_graphs_before_the_first_request(graphs):
     fast, plain = (Engine(runner, memory=10**6, max_context=50, max_sequences=3, block_size=2)
                    for runner in runners(CONFIG, weights(CONFIG)))  # fmt: skip
     warm_up(fast)
-    assert sorted(fast.runner._graphs) == [(size, width) for size in (1, 2, 4) for width in (16, 64)]
+    assert sorted(fast.runner._graphs) == [(size, width, False) for size in (1, 2, 4) for width in (16, 64)]
     assert fast.pool.num_cached == 0 and fast.stats.num_running == 0
     recorded = len(graphs)
     prompts, params = [[3, 4, 5], [6] * 40], SamplingParams(max_tokens=4)
     assert [o.token_ids for o in fast.generate(prompts, params)] == [o.token_ids for o in plain.generate(prompts, params)]
     assert len(graphs) == recorded
     warm_up(plain)
+
+
+def test_one_graph_serves_all_mixtures_of_adapters(graphs):
+    config, made = CONFIG, weights(CONFIG)
+    fast, plain = runners(config, made)
+    h, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {"self_attn.q_proj": (q, h), "self_attn.v_proj": (kv, h), "self_attn.o_proj": (h, q), "mlp.up_proj": (config.intermediate_size, h)}
+
+    def adapter(seed, rank, dora):
+        g = torch.Generator().manual_seed(seed)
+        return {f"model.layers.{i}.{name}": LoraWeights(torch.randn(rank, k, generator=g), torch.randn(o, rank, generator=g), 0.3,
+                                                        torch.rand(o, generator=g) + 0.5 if dora else None)
+                for i in range(config.num_layers) for name, (o, k) in shapes.items()}  # fmt: skip
+
+    for slot, one in ((0, adapter(1, 2, False)), (2, adapter(2, 4, True))):
+        for runner in (fast, plain):
+            runner.set_adapter(slot, one)
+    for slots in ([-1, -1, -1], [0, 2, -1], [2, 2, 0], [-1, -1, 2]):
+        same(fast, plain, dataclasses.replace(decoding(3, 3, 3), adapters=torch.tensor(slots, dtype=torch.int32)))
+    assert sorted(fast._graphs) == [(4, 16, False), (4, 16, True)] and len(graphs) == 2
+    logits = [fast.forward(dataclasses.replace(decoding(3, 3, 3), adapters=torch.tensor([s] * 3, dtype=torch.int32))).logits.clone() for s in (-1, 0, 2)]
+    assert all((a - b).abs().max() > 1e-2 for a, b in zip(logits, logits[1:]))
+    for runner in (fast, plain):
+        runner.set_adapter(0, adapter(5, 1, False))
+    same(fast, plain, dataclasses.replace(decoding(3, 3, 3), adapters=torch.tensor([0, 0, 2], dtype=torch.int32)))
+    assert len(graphs) == 3
+    with pytest.raises(KaruiError, match="adapter slot 1 is empty"):
+        fast.forward(dataclasses.replace(decoding(2), adapters=torch.tensor([1], dtype=torch.int32)))
