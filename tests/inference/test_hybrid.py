@@ -239,6 +239,7 @@ def test_configs_are_read_or_refused() -> None:
     assert from_hf(given).intermediate_size == 64 and from_hf({**given, "block_multiple_of": 50}).intermediate_size == 100
     old = {**given, "layer_types": None, "full_attn_idxs": [1], "block_ff_dim": 60, "block_auto_adjust_ff_dim": False}
     assert from_hf(old).recurrent == from_hf(given).recurrent and from_hf(old).intermediate_size == 60
+    assert from_hf(given).tied and not from_hf({**given, "tie_embedding": False}).tied and from_hf(given).rope_theta == 1e6
     assert from_hf({**given, "layer_types": ["full_attention"] * 3}).recurrent is None
     with pytest.raises(UnsupportedError, match=r"layer_types \['mamba'\]; expected 3, each conv or full_attention"):
         from_hf({**given, "layer_types": ["mamba", "conv", "full_attention"]})

@@ -218,7 +218,7 @@ SUPPORTED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "bitnet", "mixtr
              *GEMMA, *OLMO, *LATENT, *HYBRID)
 ACTIVATIONS = ("silu", "relu2", "gelu_pytorch_tanh")
 _EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4, "gpt_oss": 2}  # each so many-th layer has no window
-_THETAS = {"gemma3_text": 1_000_000.0, "olmo2": 500_000.0, "olmo3": 500_000.0, "gpt_oss": 150_000.0}
+_THETAS = {"gemma3_text": 1_000_000.0, "lfm2": 1_000_000.0, "olmo2": 500_000.0, "olmo3": 500_000.0, "gpt_oss": 150_000.0}
 
 
 def special_floats(value: Any) -> Any:
@@ -274,7 +274,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         norm_eps=config.get("norm_eps", 1e-5) if kind == "lfm2" else config.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         max_context=config["max_position_embeddings"],
-        tied=config.get("tie_word_embeddings", False),
+        tied=config.get("tie_embedding", config.get("tie_word_embeddings", kind == "lfm2")),
         qkv_bias=bool(config.get("qkv_bias", True)) if kind.startswith("qwen2") else
         bool(config.get("attention_bias", kind == "gpt_oss")),
         o_bias=kind not in ("qwen2", "qwen2_moe") and bool(config.get("attention_bias", kind == "gpt_oss")),
@@ -335,7 +335,7 @@ def _recurrent(config: dict[str, Any], kind: str, layers: int) -> Recurrent | No
         attention = config.get("full_attn_idxs")
         kinds = kinds or ["full_attention" if attention is None or i in attention else "conv" for i in range(layers)]
         is_recurrent = _layers_of("conv", kinds, kind, layers)
-        made: Recurrent = ShortConv(layers=is_recurrent, inner=config["hidden_size"], taps=config["conv_L_cache"],
+        made: Recurrent = ShortConv(layers=is_recurrent, inner=config["hidden_size"], taps=config.get("conv_L_cache", 3),
                                     bias=bool(config.get("conv_bias", False)))
     elif kind in ("bamba", "granitemoehybrid"):
         attention = config.get("attn_layer_indices") or ()
