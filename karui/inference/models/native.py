@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import Ahead, Gained, StepBatch, StepOutput
-from karui.inference.cache.kv import DTYPES
+from karui.inference.cache import kivi
+from karui.inference.cache.kv import DTYPES, staged_bytes_per_token
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
 from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of
@@ -31,6 +32,7 @@ from karui.inference.models.streaming import streamed_layers
 from karui.inference.models.weights import CheckedWeights, Weights
 from karui.kernels.native import quiet_torch
 from karui.kernels.native.arena import Arena
+from karui.kernels.native.kivi import UNIT, to_rows, to_units
 from karui.kernels.native.library import CACHE_TYPES, TARGETS, Batch, Config, Layer, Linear, Lora, Rounds, Stream, address, load
 from karui.kernels.native.spill import BUFFERS, SpillFile
 from karui.kernels.native.weights import Packed, pack
@@ -184,10 +186,13 @@ class NativeRunner:
 
     # -- KV memory
 
-    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None) -> None:
         per_token = self.kv_bytes_per_token(kv_dtype)  # refuses a format that the kernels do not have
-        if self._lib.allocate(self._model, num_blocks * block_size, CACHE_TYPES[kv_dtype]):
-            need = num_blocks * block_size * per_token / 2**20
+        staged, beside = num_blocks if num_staged is None else num_staged, self.kv_staged_bytes_per_token(kv_dtype)
+        if beside:
+            kivi.check_block(block_size, kv_dtype)
+        if self._lib.allocate(self._model, num_blocks * block_size, CACHE_TYPES[kv_dtype], block_size, staged):
+            need = (num_blocks * per_token + staged * beside) * block_size / 2**20
             raise KaruiError(f"no memory for {num_blocks} KV blocks of {block_size} tokens in {kv_dtype} ({need:.0f} MiB).")
         self._block_size, self._slots, self._kv_dtype = block_size, num_blocks * block_size, kv_dtype
 
@@ -196,21 +201,43 @@ class NativeRunner:
             raise UnsupportedError(f"kv_dtype {kv_dtype!r} is not supported by the native kernels; use {', '.join(CACHE_TYPES)}.")
         c = self.config
         padded = (c.head_dim + 15) // 16 * 16
+        if kv_dtype in kivi.BITS:
+            if c.head_dim % kivi.GROUP:
+                raise UnsupportedError(f"kv_dtype {kv_dtype!r} needs heads of a multiple of {kivi.GROUP} dimensions in the "
+                                       f"native kernels, not {c.head_dim}; load the engine with runner='torch'.")
+            return kivi.code_bytes_per_token(c.num_layers, c.num_kv_heads, c.head_dim, kv_dtype)
         per_head = {"float32": 4 * padded, "float16": 2 * padded, "int8": padded + 4}[kv_dtype]
         return 2 * c.num_layers * c.num_kv_heads * per_head
 
+    def kv_staged_bytes_per_token(self, kv_dtype: str) -> int:
+        return staged_bytes_per_token(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
+
+    def settle(self, blocks: Iterable[int]) -> None:
+        listed = torch.tensor(sorted(blocks), dtype=torch.int32)
+        self._lib.settle(self._model, address(listed), len(listed))
+
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         source, target = _int32(source), _int32(target)
-        self._lib.copy_slots(self._model, address(source), address(target), len(source))
+        self._check(self._lib.copy_slots(self._model, address(source), address(target), len(source)))
 
     def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        c, kind = self.config, DTYPES[self._kv_dtype]
+        c, kind, slots = self.config, DTYPES[self._kv_dtype], _int32(slots)
+        if self._kv_dtype in kivi.BITS:
+            bits, count, first = kivi.BITS[self._kv_dtype], len(slots) // UNIT, slots[::UNIT].contiguous()
+            units = torch.empty(count, c.num_layers, c.num_kv_heads, UNIT * 2 * c.head_dim * (bits + 1) // 8, dtype=torch.uint8)
+            self._lib.move_units(self._model, address(first), count, address(units), 0)
+            return to_rows(units, c.head_dim, bits, self._block_size), None
         data = torch.empty(2, c.num_layers, len(slots), c.num_kv_heads, c.head_dim, dtype=kind)
         scale = torch.empty(data.shape[:4]) if kind == torch.int8 else None
-        self._lib.move_slots(self._model, address(_int32(slots)), len(slots), address(data), address(scale), 0)
+        self._lib.move_slots(self._model, address(slots), len(slots), address(data), address(scale), 0)
         return data, scale
 
     def write_slots(self, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None) -> None:
+        if self._kv_dtype in kivi.BITS:
+            units = to_units(data, self.config.head_dim, kivi.BITS[self._kv_dtype], self._block_size)
+            first = _int32(slots[::UNIT])
+            self._lib.move_units(self._model, address(first), len(units), address(units), 1)
+            return
         slots, data, scale = _int32(slots), data.contiguous(), None if scale is None else scale.contiguous()
         self._lib.move_slots(self._model, address(slots), len(slots), address(data), address(scale), 1)
 
@@ -275,6 +302,7 @@ class NativeRunner:
             raise KaruiError({1: "forward() before allocate(): there is no KV memory.",
                               2: f"a token id of the step is outside the vocabulary of {self.config.vocab_size}.",
                               4: "the file of the layers that do not fit into memory could not be read.",
+                              5: "all pages of the KV cache's unfinished blocks are taken: blocks were not settled.",
                               3: f"a slot of the step is outside the {getattr(self, '_slots', 0)} allocated ones."}[failed])
 
     def _step(self, batch: StepBatch) -> tuple[Batch, StepOutput, object]:
@@ -292,6 +320,8 @@ class NativeRunner:
             cos, sin = (t.float().contiguous() for t in cos_sin(c, index[1], (self._inv_freq, self._rope_factor)))
         masks, tree = None, None
         if batch.tree_masks is not None and any(m is not None for m in batch.tree_masks):
+            if self._kv_dtype in kivi.BITS:
+                raise UnsupportedError("a cache that codes whole blocks (kivi) serves no trees of drafts, only chains.")
             masks = [None if m is None else m.to(torch.uint8).contiguous() for m in batch.tree_masks]
             tree = (ctypes.c_void_p * sequences)(*(address(m) for m in masks))
         adapters = None if batch.adapters is None else self._adapter_slots(batch.adapters)

@@ -179,6 +179,22 @@ static void weigh_values(const Cache& c, const Chunk& chunk, const float* weight
 // What one query has gathered from the keys so far.
 struct Partial { float largest, sum; };
 
+// Scores of a chunk to weights e^(score - largest), of keys [from, to).
+INLINE Partial soften(float* s, int from, int to) {
+    for (int i = 0; i < from && i < KEYS; i++) s[i] = NONE;
+    for (int i = to > 0 ? to : 0; i < KEYS; i++) s[i] = NONE;
+    V m = load(s);
+    for (int i = W; i < KEYS; i += W) m = vmax(m, load(s + i));
+    const float largest = hmax(m);
+    V total = set1(0.0f);
+    for (int i = 0; i < KEYS; i += W) {
+        const V e = vexp(sub(load(s + i), set1(largest)));
+        total = add(total, e);
+        store(s + i, e);
+    }
+    return {largest, hsum(total)};
+}
+
 // One chunk for NQ queries: query q sees the chunk's keys [from[q], to[q]). Fills partial[q] and out[q][dim_padded];
 // largest = NONE when it sees none.
 template <typename T, int NQ>
@@ -187,19 +203,8 @@ static void attend(const Cache& c, const Chunk& chunk, const float* const* query
     score<T, NQ>(c, chunk, query, p);
     for (int q = 0; q < NQ; q++) {
         float* s = p + q * KEYS;
-        for (int i = 0; i < from[q] && i < KEYS; i++) s[i] = NONE;
-        for (int i = to[q] > 0 ? to[q] : 0; i < KEYS; i++) s[i] = NONE;
-        V m = load(s);
-        for (int i = W; i < KEYS; i += W) m = vmax(m, load(s + i));
-        const float largest = hmax(m);
-        V total = set1(0.0f);
-        for (int i = 0; i < KEYS; i += W) {
-            V e = vexp(sub(load(s + i), set1(largest)));
-            total = add(total, e);
-            if (sizeof(T) == 1 && i / 16 < chunk.groups) e = mul(e, load(chunk.value_scale[i / 16] + i % 16));
-            store(s + i, e);
-        }
-        partial[q] = {largest, hsum(total)};
+        partial[q] = soften(s, from[q], to[q]);
+        for (int i = 0; sizeof(T) == 1 && i < 16 * chunk.groups; i += W) store(s + i, mul(load(s + i), load(chunk.value_scale[i / 16] + i % 16)));
         // A lane past the last key may hold an old scale; its weight must be zero whatever that is.
         for (int i = chunk.count; i < 16 * chunk.groups; i++) s[i] = 0.0f;
     }

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 QUANTIZED, NF4, FP32, FP16, BF16 = range(5)
 PLAIN, LOOKUP, EAGLE3 = range(3)
 """Who drafts in rounds.h."""
-CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2}
+CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2, "kivi4": 3, "kivi2": 4}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -104,9 +104,9 @@ class Library:
         p, i = C.c_void_p, C.c_int
         for name, result, arguments in (
             ("karui_sizes", i, [i]), ("karui_pack", None, [p, i, i, i, i, p]), ("karui_model", p, [p]), ("karui_free", None, [p]),
-            ("karui_configure", i, [p, p]), ("karui_allocate", i, [p, C.c_int64, i]), ("karui_forward", i, [p, p]),
+            ("karui_configure", i, [p, p]), ("karui_allocate", i, [p, C.c_int64, i, i, i]), ("karui_forward", i, [p, p]),
             ("karui_rounds", i, [p, p]), ("karui_draft", i, [p, p, p]),
-            ("karui_copy_slots", None, [p, p, p, i]),
+            ("karui_copy_slots", i, [p, p, p, i]), ("karui_settle", None, [p, p, i]), ("karui_move_units", None, [p, p, i, p, i]),
             ("karui_move_slots", None, [p, p, i, p, p, i]), ("karui_set_loras", None, [p, p, i]),
             ("karui_linear", None, [p, p, i, p]),
             ("karui_decode_rows", None, [p, p, i, p]), ("karui_argmax", None, [p, i, i, p]),

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "draft.h"
+#include "kivi.h"
 #include "sampling.h"
 #include "spill.h"
 #include "threads.h"
@@ -132,7 +133,10 @@ struct Model {
     Config c;
     int dim_padded, ld_hidden, ld_inter, ld_q;
     Team team;
-    std::vector<Cache> cache;
+    std::vector<Cache> cache;   // of a KIVI cache the fp16 pages
+    std::vector<Coded> coded;   // empty for other caches
+    PageTable table;
+    std::vector<int32_t> filled;  // slots that end a block and that the step writes
     Pages pages;
     int64_t slots = 0;
     std::vector<Scratch*> scratch;
@@ -206,15 +210,29 @@ struct Model {
     void free_cache() {
         pages.release();
         cache.clear();
+        coded.clear();
+        table.size = 0;
     }
-    bool allocate(int64_t count, int type) {
+    // `block` and `staged`, tokens of a block and how many may be unfinished at once, are for KIVI.
+    bool allocate(int64_t count, int type, int block, int staged) {
         free_cache();
         slots = count;
-        const int64_t groups = (slots + 15) / 16, codes = (int64_t)c.kv_heads * 16 * dim_padded * cache_bytes(type);
+        int64_t before = 0;
+        if (type == CACHE_KIVI4 || type == CACHE_KIVI2) {
+            Coded own = {nullptr, type == CACHE_KIVI4 ? 4 : 2, c.kv_heads, c.head_dim, 0};
+            own.stride = c.layers * c.kv_heads * own.head_bytes();
+            before = (slots / UNIT * own.stride + 4095) / 4096 * 4096;
+            coded.assign(c.layers, own);
+            table.start(block, slots / block, staged);
+            count = (int64_t)staged * block;
+            type = CACHE_FP16;
+        }
+        const int64_t groups = (count + 15) / 16, codes = (int64_t)c.kv_heads * 16 * dim_padded * cache_bytes(type);
         const int64_t scales = type == CACHE_INT8 ? (int64_t)c.kv_heads * 16 * 4 : 0, stride = c.layers * 2 * (codes + scales);
-        if (!pages.need(groups * stride + 4096)) return false;
+        if (!pages.need(before + groups * stride + 4096)) { coded.clear(); return false; }
+        for (int l = 0; l < (int)coded.size(); l++) coded[l].data = pages.data + l * c.kv_heads * coded[l].head_bytes();
         for (int l = 0; l < c.layers; l++) {
-            char* at = pages.data + l * 2 * (codes + scales);
+            char* at = pages.data + before + l * 2 * (codes + scales);
             float* scale = scales ? (float*)(at + 2 * codes) : nullptr;
             cache.push_back({at, at + codes, scale, scales ? scale + scales / 4 : nullptr, type, c.kv_heads, c.head_dim, dim_padded, stride});
         }
@@ -449,11 +467,13 @@ struct Model {
         int partials = 0;
         for (int s = 0; s < b->sequences; s++) {
             const int q = b->query_starts[s + 1] - b->query_starts[s];
-            for (int r = 0; r < q; r += tile) {
-                const int rows = std::min(tile, q - r);
+            for (int r = 0, rows; r < q; r += rows) {
+                rows = std::min(tile, q - r);
                 int fewest, most;
+                if (!coded.empty()) rows = std::min(rows, table.size - (b->context_lens[s] - q + r) % table.size);  // see kivi.py
                 bounds(s, r, rows, fewest, most);
-                const int chunks = (most + KEYS - 1) / KEYS;
+                const int own_block = coded.empty() ? 0 : (most - 1) / table.size * table.size;
+                const int chunks = (own_block + KEYS - 1) / KEYS + (most - own_block + KEYS - 1) / KEYS;
                 for (int head = 0; head < c.kv_heads; head++) {
                     if (!cut || (chunks < 3 && !own)) { items.push_back({s, r, rows, head, -1, 0}); continue; }
                     any_split = true;
@@ -514,6 +534,72 @@ struct Model {
         if (item.chunk < 0)
             for (int i = 0; i < nq; i++) write_mixed(*inputs[0], base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
     }
+    // attend_item() over a KIVI cache: chunks of codes, then those of the rows' own block, in fp16.
+    template <int BITS> void attend_coded_item(const Item& item, int layer, Scratch& w) {
+        const Coded& codes = coded[layer];
+        const Cache& rows16 = cache[layer];
+        const int group = c.heads / c.kv_heads, nq = item.rows * group, base = b->query_starts[item.sequence] + item.first;
+        const int window = (int)c.layer[layer].window, longest = visible(item.sequence, item.first + item.rows - 1);
+        const int own_block = (longest - 1) / table.size * table.size, before = (own_block + KEYS - 1) / KEYS;
+        const float** query = w.query.need(nq);
+        int *from = w.from.need(nq), *to = w.to.need(nq);
+        for (int i = 0; i < nq; i++) query[i] = q.data + (int64_t)(base + i / group) * ld_q + (item.kv_head * group + i % group) * dim_padded;
+        int chunk = item.chunk < 0 ? 0 : item.chunk, stop = item.chunk < 0 ? before + (longest - own_block + KEYS - 1) / KEYS : item.chunk + 1;
+        if (window && item.chunk < 0) chunk = std::min(before, std::max(0, longest - item.rows + 1 - window) / KEYS);
+        Partial *part, *run = w.running.need(nq);
+        float *out, *total = w.run.need((size_t)nq * dim_padded);
+        if (item.chunk >= 0) { part = split.data + item.partial; out = split_out.data + (int64_t)item.partial * dim_padded; }
+        else { part = w.partial.need(nq); out = w.out.need((size_t)nq * dim_padded); }
+        for (int i = 0; i < nq; i++) {
+            run[i] = {NONE, 0.0f};
+            for (int d = 0; d < dim_padded; d++) total[(int64_t)i * dim_padded + d] = 0.0f;
+        }
+        for (; chunk < stop; chunk++) {
+            const bool is_coded = chunk < before;
+            const int first = is_coded ? chunk * KEYS : own_block + (chunk - before) * KEYS;
+            for (int i = 0; i < nq; i++) {
+                const int sees = visible(item.sequence, item.first + i / group);
+                to[i] = std::min(sees - first, KEYS);
+                from[i] = window ? std::max(0, sees - window - first) : 0;
+            }
+            if (is_coded) {
+                CodedChunk keys;
+                keys.units = std::min(KEYS, own_block - first) / UNIT;
+                for (int n = 0; n < keys.units; n++) keys.at[n] = codes.unit(slot_of(item.sequence, first + n * UNIT), item.kv_head);
+                if (nq <= 16) prefetch_coded(codes, item, chunk, before);
+                for (int i = 0; i < nq; i++) to[i] = keys.units * UNIT;
+                attend_all_coded<BITS>(codes, rows16, keys, nq, query, from, to, w.gathered, part, out);
+            } else {
+                int32_t slots[KEYS];
+                const int count = std::min(KEYS, longest - first);
+                for (int i = 0; i < count; i++) slots[i] = table.row(slot_of(item.sequence, first + i));
+                Chunk keys;
+                find_chunk<uint16_t>(rows16, item.kv_head, slots, count, w.gathered, keys);
+                attend_all<uint16_t>(rows16, keys, nq, query, from, to, part, out);
+            }
+            if (item.chunk < 0)
+                for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * dim_padded, part[i], out + (int64_t)i * dim_padded, dim_padded);
+        }
+        if (item.chunk < 0)
+            for (int i = 0; i < nq; i++) write_mixed(*inputs[0], base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
+    }
+    // The codes that this thread will likely need next, as prefetch_keys().
+    void prefetch_coded(const Coded& codes, const Item& item, int chunk, int before) const {
+        int sequence = item.sequence, head = item.kv_head, first = (chunk + 1) * KEYS;
+        if (item.chunk >= 0) {
+            const int i = next.load(std::memory_order_relaxed);
+            if (i >= (int)items.size()) return;
+            sequence = items[i].sequence;
+            head = items[i].kv_head;
+            first = std::max(items[i].chunk, 0) * KEYS;
+            before = ((b->context_lens[sequence] - 1) / table.size * table.size + KEYS - 1) / KEYS;
+        }
+        if (first >= before * KEYS) return;
+        for (int n = 0; n < KEYS / UNIT && first + n * UNIT < b->context_lens[sequence]; n++) {
+            const char* at = codes.unit(slot_of(sequence, first + n * UNIT), head);
+            for (int p = 0; p < (int)codes.head_bytes(); p += 64) __builtin_prefetch(at + p);
+        }
+    }
     template <typename T> void prefetch_chunk(const void* const* groups, int count) const {
         for (int g = 0; g < count; g++)
             for (int p = 0; p < (int)(16 * dim_padded * sizeof(T)); p += 64) __builtin_prefetch((const char*)groups[g] + p);
@@ -544,7 +630,8 @@ struct Model {
     void attention(int layer, int t) {
         Scratch& w = *scratch[t];
         for (int i; (i = next.fetch_add(1)) < (int)items.size();) {
-            if (cache[layer].type == CACHE_FP32) attend_item<float>(items[i], layer, w);
+            if (!coded.empty()) coded[layer].bits == 4 ? attend_coded_item<4>(items[i], layer, w) : attend_coded_item<2>(items[i], layer, w);
+            else if (cache[layer].type == CACHE_FP32) attend_item<float>(items[i], layer, w);
             else if (cache[layer].type == CACHE_FP16) attend_item<uint16_t>(items[i], layer, w);
             else attend_item<int8_t>(items[i], layer, w);
         }
@@ -594,11 +681,34 @@ struct Model {
             const float* v = kv.data + (int64_t)row * ld_kv + c.kv_heads * hd + (head - heads) * hd;
             memcpy(value, v, hd * 4);
             for (int d = hd; d < dim_padded; d++) key[d] = value[d] = 0.0f;
-            write_cache(cache[layer_index], b->slots[row], head - heads, key, value);
+            write_cache(cache[layer_index], coded.empty() ? b->slots[row] : table.row(b->slots[row]), head - heads, key, value);
+        }
+        team.barrier(t);
+        if (filled.empty()) return;
+        const int units = table.size / UNIT;
+        share((int)filled.size() * units * c.kv_heads, t, n, first, last);
+        for (int i = first; i < last; i++) {
+            const int slot = filled[i / c.kv_heads / units] / table.size * table.size + i / c.kv_heads % units * UNIT;
+            code_unit(coded[layer_index], cache[layer_index], slot, table.row(slot), i % c.kv_heads);
         }
         team.barrier(t);
     }
     int ld_qkv = 0, ld_kv = 0;
+    // Pages for the blocks that the step writes to; those of blocks that are behind a sequence are free. False: too few.
+    bool turn_pages(const Batch& batch) {
+        filled.clear();
+        if (coded.empty()) return true;
+        for (int s = 0; s < batch.sequences; s++) {
+            const int32_t* blocks = batch.block_tables + (int64_t)s * batch.table_width;
+            const int computed = batch.context_lens[s] - batch.query_starts[s + 1] + batch.query_starts[s];
+            for (int i = computed / table.size - 1; i >= 0 && table.settle(blocks[i]); i--);
+        }
+        for (int i = 0; i < batch.tokens_n; i++) {
+            if (!table.borrow(batch.slots[i] / table.size)) return false;
+            if (batch.slots[i] % table.size == table.size - 1) filled.push_back(batch.slots[i]);
+        }
+        return true;
+    }
 
     void prepare(const Batch& batch) {  // by one thread, before the team starts
         b = &batch;
@@ -741,7 +851,8 @@ static void pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uin
 // ---- steps ------------------------------------------------------------------------------------------------------------------------
 
 // 0, or 1: no memory for the caches, 2: a token id outside the vocabulary, 3: a slot outside the caches. best: null, or [L] for the first of
-// the equal largest logits of each row, -1 where one is not a finite number. 4: the file of spilled layers could not be read.
+// the equal largest logits of each row, -1 where one is not a finite number. 4: the file of spilled layers could not be read. 5: a KIVI
+// cache has no page left.
 static int step(Model& m, const Batch& batch, int32_t* best) {
     if (m.cache.empty()) return 1;
     for (int i = 0; i < batch.tokens_n; i++) {
@@ -753,6 +864,7 @@ static int step(Model& m, const Batch& batch, int32_t* best) {
             const int block = batch.block_tables[(int64_t)s * batch.table_width + i / batch.block_size];
             if (i / batch.block_size >= batch.table_width || block < 0 || (int64_t)(block + 1) * batch.block_size > m.slots) return 3;
         }
+    if (!m.turn_pages(batch)) return 5;
     m.prepare(batch);
     const int L = batch.wanted, threads = m.team.active();
     m.want_best = best != nullptr;
@@ -795,7 +907,12 @@ void* karui_model(const Config* config) {
     return nullptr;
 }
 void karui_free(void* model) { delete (Model*)model; }
-int karui_allocate(void* model, int64_t slots, int type) { return ((Model*)model)->allocate(slots, type) ? 0 : 1; }
+int karui_allocate(void* model, int64_t slots, int type, int block, int staged) {
+    return ((Model*)model)->allocate(slots, type, block, staged) ? 0 : 1;
+}
+void karui_settle(void* model, const int32_t* blocks, int count) {
+    for (int i = 0; i < count; i++) ((Model*)model)->table.settle(blocks[i]);
+}
 
 // Takes new weights of the same shapes (and the same number of threads). 1: no memory for the buffers of spilled layers.
 int karui_configure(void* model, const Config* config) { return ((Model*)model)->configure(*config) ? 0 : 1; }
@@ -828,9 +945,15 @@ int karui_draft(const Drafter* drafter, const Linear* embedding, const Draft* dr
 
 int karui_threads(void* model) { return ((Model*)model)->team.active(); }  // of the next step, see threads.h
 
-void karui_copy_slots(void* model, const int32_t* from, const int32_t* to, int count) {
-    for (const Cache& c : ((Model*)model)->cache)
-        for (int i = 0; i < count; i++) copy_slot(c, from[i], to[i]);
+// Of a KIVI cache the fp16 rows of unfinished blocks. 5: no page is left.
+int karui_copy_slots(void* model, const int32_t* from, const int32_t* to, int count) {
+    Model& m = *(Model*)model;
+    for (int i = 0; i < count; i++) {
+        if (!m.coded.empty() && !m.table.borrow(to[i] / m.table.size)) return 5;
+        const int source = m.coded.empty() ? from[i] : m.table.row(from[i]), target = m.coded.empty() ? to[i] : m.table.row(to[i]);
+        for (const Cache& c : m.cache) copy_slot(c, source, target);
+    }
+    return 0;
 }
 
 // The slots' keys and values out of the caches or, with `write`, into them: data [2][layers][count][kv_heads][dim] in the cache's type, scale
@@ -847,6 +970,16 @@ void karui_move_slots(void* model, const int32_t* slots, int count, char* data, 
             move_slot(c, slots[i], data + key * row, data + value * row, key_scale, value_scale, write);
         }
     }
+}
+
+// Units of codes, of which `slots` are the first ones, out of a KIVI cache or into it: data [count][layers][kv_heads][bytes].
+void karui_move_units(void* model, const int32_t* slots, int count, char* data, int write) {
+    for (int i = 0; i < count; i++)
+        for (const Coded& c : ((Model*)model)->coded)
+            for (int h = 0; h < c.kv_heads; h++, data += c.head_bytes()) {
+                char* own = c.unit(slots[i], h);
+                write ? memcpy(own, data, c.head_bytes()) : memcpy(data, own, c.head_bytes());
+            }
 }
 
 // loras: [slots][layers][7] in the order q, k, v, o, gate, up, down; rank 0 leaves a module alone.

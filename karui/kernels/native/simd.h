@@ -75,6 +75,16 @@ template <int S, int MASK> INLINE U field_up(U a) {  // (byte << S) & MASK
 INLINE U bor(U a, U b) { return _mm512_or_si512(a, b); }
 template <int J> INLINE I byte_of(U a) { return _mm512_and_si512(_mm512_srli_epi32(a, 8 * J), _mm512_set1_epi32(255)); }
 INLINE V lookup16(const float* table, I index) { return _mm512_permutexvar_ps(index, load(table)); }
+// step * code + low of BITS-bit codes, which stand at bit S of the lanes of `a` with anything above them.
+template <int BITS> struct Levels {  // a lookup reads the four lowest bits of its index
+    V table;
+    Levels(float step, float low) {
+        const V four = _mm512_setr_ps(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+        const V all = BITS == 2 ? four : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        table = fma(set1(step), all, set1(low));
+    }
+    template <int S> V at(I a) const { return _mm512_permutexvar_ps(S ? _mm512_srli_epi32(a, S) : a, table); }
+};
 INLINE V load_fours(const float* p, int64_t row) {  // four floats each of rows 0, 4, 8, 12
     const V a = _mm512_insertf32x4(_mm512_castps128_ps512(_mm_loadu_ps(p)), _mm_loadu_ps(p + 4 * row), 1);
     return _mm512_insertf32x4(_mm512_insertf32x4(a, _mm_loadu_ps(p + 8 * row), 2), _mm_loadu_ps(p + 12 * row), 3);
@@ -169,6 +179,18 @@ template <int S, int MASK> INLINE U field_up(U a) {
 }
 INLINE U bor(U a, U b) { return _mm256_or_si256(a, b); }
 template <int J> INLINE I byte_of(U a) { return _mm256_and_si256(_mm256_srli_epi32(a, 8 * J), _mm256_set1_epi32(255)); }
+template <int BITS> struct Levels {
+    V step, low;
+    Levels(float s, float l) : step(set1(s)), low(set1(l)) {}
+    template <int S> V at(I a) const {
+        return fma(step, _mm256_cvtepi32_ps(_mm256_and_si256(S ? _mm256_srli_epi32(a, S) : a, _mm256_set1_epi32((1 << BITS) - 1))), low);
+    }
+};
+template <> struct Levels<2> {  // a lookup reads the three lowest bits of its index
+    V table;
+    Levels(float step, float low) { table = fma(set1(step), _mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3), set1(low)); }
+    template <int S> V at(I a) const { return _mm256_permutevar8x32_ps(table, S ? _mm256_srli_epi32(a, S) : a); }
+};
 INLINE V lookup16(const float* table, I i) {
     V low = _mm256_permutevar8x32_ps(load(table), i), high = _mm256_permutevar8x32_ps(load(table + 8), i);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));  // bit 3 chooses the half
@@ -266,6 +288,11 @@ template <int S, int MASK> INLINE U field_up(U a) { return (a << S) & (uint8_t)M
 INLINE U bor(U a, U b) { return a | b; }
 template <int J> INLINE I byte_of(U a) { I r; EACH r[i] = a[4 * i + J]; return r; }
 INLINE V lookup16(const float* table, I index) { V r; EACH r[i] = table[index[i]]; return r; }
+template <int BITS> struct Levels {
+    float step, low;
+    Levels(float s, float l) : step(s), low(l) {}
+    template <int S> V at(I a) const { V r; EACH r[i] = step * (float)(a[i] >> S & ((1 << BITS) - 1)) + low; return r; }
+};
 INLINE V load_fours(const float* p, int64_t row) { V r; EACH r[i] = p[i / 4 * 4 * row + i % 4]; return r; }
 INLINE V zip_low(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + i % 4 / 2]; return r; }
 INLINE V zip_high(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + 2 + i % 4 / 2]; return r; }
