@@ -253,6 +253,10 @@ def test_configs_are_read_or_refused() -> None:
     assert made.head_dim == 16 and made.limits == (0.0, float("inf"))
     with pytest.raises(UnsupportedError, match="5 heads of 16 in 1 groups"):
         from_hf({**bamba, "mamba_n_heads": 5, "mamba_d_head": 16})
+    _, config, weights = hybrid("qwen3_next-dense")
+    TorchRunner(config, {**weights, "mtp.fc.weight": torch.zeros(3, 3)})  # multi-token prediction is passed over
+    with pytest.raises(CorruptError, match=r"not consumed: mpt"):
+        TorchRunner(config, {**weights, "mpt.fc.weight": torch.zeros(3, 3)})
     _, config, weights = hybrid("lfm2")
     with pytest.raises(CorruptError, match=r"missing: model\.layers\.0\.conv\.conv\.weight"):
         TorchRunner(config, {k: v for k, v in weights.items() if not k.endswith("0.conv.conv.weight")})

@@ -157,6 +157,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | 
     """
     shapes = expected_shapes(config)
     beyond = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
+    beyond += ("mtp.",) if config.model_type == "qwen3_next" else ()
     given = {name: w for name, w in canonical(weights).items() if not _DERIVED.fullmatch(name) and not name.startswith(beyond)}
     if config.tied and "lm_head.weight" in given:
         _check_tied(given.pop("lm_head.weight"), given.get("model.embed_tokens.weight"))
