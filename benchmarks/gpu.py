@@ -176,6 +176,19 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
     for spec in (None, "nf4", "w4g32"):
         made[f"LoRA over {spec or 'a dense base'}"] = (loose, lambda spec=spec: max(adapted(spec, m) for m in ((5, 700) if GPU else (19,))))
 
+    def by_row(dtype: torch.dtype) -> float:
+        from karui.kernels.lora_rows import Stack, lora_rows
+
+        part = torch.cat([torch.full((n,), i, dtype=torch.int32, device=DEVICE) for i, n in enumerate((70, 9, 9))])
+        stack = Stack(randn(3, 9, 65, dtype=dtype), randn(3, 88, 3, dtype=dtype), part, torch.rand(3, 88, device=DEVICE) + 0.5)
+        x, y, slots = randn(5, 65, dtype=dtype), randn(5, 88, dtype=dtype), torch.tensor([2, -1, 0, 0, 1], dtype=torch.int32, device=DEVICE)
+        wide, exact = Stack(stack.a.double(), stack.b.double(), part, stack.gain), y.double()
+        lora_rows(exact, x.double(), slots, wide, "torch")
+        lora_rows(y, x, slots, stack, "triton")
+        return relative(y, exact)
+
+    made["LoRA of many adapters, row by row"] = (loose, lambda: by_row(half))
+
     def attention() -> float:
         cu = torch.tensor([0, 9 * big, 9 * big + 1, 21 * big], device=DEVICE)
         q, k, v = (randn(1, h, 21 * big, 64 if GPU else 16, dtype=half) for h in (4, 2, 2))
@@ -765,9 +778,57 @@ def engine(s: Sizes) -> list[Figure]:
 
         figures.append(Figure(name=f"engine decode {name}, batch 1", ours=per_second(run, 1), unit="tokens/s", peer=peer, peer_name="transformers generate", goal=None if spec else 5.0))
         figures.append(Figure(name=f"engine throughput {name}, {s.requests} requests", ours=per_second(run, s.requests), unit="tokens/s"))
+        if spec:
+            figures.append(with_adapter(served, prompts, s, per_second))
         del served, run
         settle()
-    return figures
+    return [*figures, streamed(config, made, prompts, s, per_second)]
+
+
+def with_adapter(served: Any, prompts: Any, s: Sizes, per_second: Any) -> Figure:
+    """All linears adapted with rank 16, a prompt alone, beside the same engine's base."""
+    from karui.inference.models.decoder import LoraWeights
+    from karui.inference.requests import Request, SamplingParams
+
+    runner = served.runner
+    layers = {part: LoraWeights(randn(16, runner.dense_weight(part).shape[1]), randn(own.stop - own.start, 16) * 1e-3, 1.0)
+              for parts in runner._parts.values() for part, own in parts.items() if part.startswith("model.layers.")}  # fmt: skip
+    runner.set_adapter(0, layers)
+    served._adapters["measured"] = (0, 0)
+
+    def run(given: list[list[int]], adapter: str | None) -> int:
+        outputs = served.generate([Request(prompt=p, params=SamplingParams(max_tokens=s.new), adapter=adapter) for p in given])
+        return sum(len(c.token_ids) for o in outputs for c in o.completions)
+
+    base, adapted = (per_second(lambda given, a=a: run(given, a), 1) for a in (None, "measured"))
+    return Figure(name="engine decode with an adapter, batch 1", ours=adapted, unit="tokens/s", peer=base, peer_name="without")
+
+
+def streamed(config: Any, made: Any, prompts: Any, s: Sizes, per_second: Any) -> Figure:
+    """Half of the layers' bytes come over the bus in every step, beside what the bus allows."""
+    from karui.inference.engine import Engine
+    from karui.inference.models.gpu import TritonRunner
+    from karui.inference.requests import SamplingParams
+
+    name = "engine decode, weights beyond weight_memory"
+    if not GPU:
+        return Figure(name=name, ours=None, unit="tokens/s", note="copies beside kernels need a GPU")
+    whole = TritonRunner(config, made, DEVICE, torch.bfloat16, graphs=False).weight_bytes()
+    settle()
+    runner = TritonRunner(config, made, DEVICE, torch.bfloat16, weight_memory=int(0.7 * whole))
+    assert runner._streamed is not None
+    moved = sum(runner._streamed.sizes[i] for i in runner._away)
+    host = torch.empty(moved, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(moved, dtype=torch.uint8, device=DEVICE)
+    ceiling = 1e3 / milliseconds(lambda: there.copy_(host, non_blocking=True))
+    served = Engine(runner, kv_dtype="bfloat16", memory="1GiB", max_context=s.prompt + s.new + 16, max_sequences=1)
+
+    def run(given: list[list[int]]) -> int:
+        return sum(len(c.token_ids) for o in served.generate(given, SamplingParams(max_tokens=s.new)) for c in o.completions)
+
+    note = f"{moved / 1e6:.0f} of {whole / 1e6:.0f} MB come in every step"
+    return Figure(name=name, ours=per_second(run, 1), unit="tokens/s", peer=ceiling,
+                  peer_name="the bus", note=note)  # fmt: skip
 
 
 def speed(s: Sizes, keep: Callable[[list[Figure]], None] = lambda figures: None) -> list[Figure]:
