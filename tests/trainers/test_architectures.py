@@ -26,7 +26,7 @@ KINDS = {
     "deepseek_v32": dict(GROUPS, index_n_heads=24, index_head_dim=16, index_topk=12),
     "gemma2": dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=16),
     "gemma3_text": dict(head_dim=16, sliding_window=16, sliding_window_pattern=2, query_pre_attn_scalar=16, num_hidden_layers=3),
-    "phi3": dict(sliding_window=16), "olmo3": dict(sliding_window=16),
+    "mixtral": dict(num_local_experts=4), "phi3": dict(sliding_window=16), "olmo3": dict(sliding_window=16),
     "gpt_oss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
                     rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 }
@@ -55,7 +55,7 @@ def folder_of(tiny_folder, tmp_path):  # noqa: F811
     return make
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "gpt_oss"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("gpt_oss", "mixtral")])
 def test_quantizing_passes_the_gate_and_the_engine_runs_it(kind, folder_of, tmp_path):
     manifest = quantize_to_bundle(str(folder_of(kind)), tmp_path / "out", method="rtn", spec="w4g16")
     assert manifest.parity["max_abs_dlogprob"] <= manifest.parity["bound"] == 2e-3
@@ -104,6 +104,29 @@ def test_packed_documents_are_computed_as_transformers_computes_each(kind, folde
     for name, parameter in theirs.items():
         if parameter.grad is not None:
             assert (ours[name].grad - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral"])
+def test_rollouts_have_the_weights_in_training(kind, folder_of):
+    """Experts that are one parameter, what routers add to scores: the engine's logprobs are the model's; on a grid routers stay."""
+    from karui.configs.quantspec import QuantSpec
+    from karui.inference.models.config import from_hf
+    from karui.inference.models.weights import check_weights
+    from karui.kernels.qtensor import QTensor
+    from karui.trainers.objectives.engine_sampler import EngineSampler, dense_weights
+
+    model = load_model(ModelSection(name=str(folder_of(kind)), dtype="float32"))
+    sampler = EngineSampler(model, spec=QuantSpec.parse("none"), end=[2], max_context=64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+        ids = torch.randint(3, 259, (30,))
+        want = LossSum(model, 64).model(ids[None], use_cache=False).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    sampler.push(model, 1)
+    assert (sampler.engine.score([ids.tolist()])[0] - want).abs().max() < 1e-4
+    coded = check_weights(from_hf(model.config.to_dict()), dense_weights(model, QuantSpec.parse("w4g16")))
+    matrices = {n: w for n, w in coded.items() if len(w.shape) == 2 and ".layers." in n}
+    assert all(isinstance(w, QTensor) != n.endswith("mlp.gate.weight") for n, w in matrices.items())
 
 
 @pytest.mark.parametrize(("kind", "said"), [("deepseek_v32", "sparse attention is not"), ("gpt_oss", "attention sinks are not"),

@@ -2,9 +2,9 @@
 
     mxfp4   {experts}.gate_up_proj_blocks uint8 [experts, out, in / 32, 16], two codes a byte, the lower half first; _scales
             uint8 [experts, out, in / 32], E8M0. Rows of gate and up take turns. It is karui's mxfp4 grid: codes and scales stay
-    fp8     {linear}.weight E4M3 [out, in], .weight_scale_inv fp32 [out / 128, in / 128]: value = code * scale. karui has no grid of
-            square blocks: these weights are given dequantized in fp32, four bytes for each on disk. What a run in FP8 would round
-            at run time, its inputs, is not rounded
+    fp8     {linear}.weight E4M3 [out, in], .weight_scale_inv fp32 [out / 128, in / 128]: value = code * scale. karui has no grid
+            of square blocks: these weights are given dequantized in fp32, four bytes for each on disk. What a run in FP8 would
+            round at run time, its inputs, is not rounded
 """
 
 from __future__ import annotations

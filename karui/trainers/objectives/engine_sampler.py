@@ -82,26 +82,36 @@ class EngineSampler:
 
 @torch.no_grad()
 def dense_weights(model: nn.Module, spec: QuantSpec) -> dict[str, Any]:
-    """The model's weights by checkpoint name: adapters merged; linears of the decoder on `spec`, embedding and head on int8.
+    """The model's weights by checkpoint name: adapters merged; linears of the decoder, each expert's too, on `spec`, embedding
+    and head on int8; routers as they are.
 
     Raises:
         UnsupportedError: a layer whose weight is not a base weight, or a base weight plus a low-rank product.
     """
+    from karui.inference.models.weights import CORRECTION, canonical
     from karui.kernels.quantize import quantize
+    from karui.qat.experts import left_alone
 
     inner = base_model(model)
     out: dict[str, Any] = {}
     for name, module in inner.named_modules():
+        if isinstance(fused := getattr(module, "gate_up_proj", None), nn.Parameter) and fused.ndim == 3:
+            for key, w in canonical({f"{name}.{n}": p.detach() for n, p in module.named_parameters(recurse=False)}).items():
+                assert isinstance(w, torch.Tensor)
+                matrix = w.ndim == 2 and spec.format != "none"
+                out[key] = quantize(w.float(), spec, name=key) if matrix else w.float().clone()
+            continue
         weight = _weight(module)
         if weight is None or ".lora_" in name or ".base_layer" in name:
             continue
         key = f"{name}.weight"
         linear = module is not inner.get_output_embeddings() and weight.ndim == 2 and not isinstance(module, nn.Embedding)  # type: ignore[operator]
-        matrix = weight.ndim == 2 and spec.format != "none"
+        matrix = weight.ndim == 2 and spec.format != "none" and not left_alone(key)
         out[key] = quantize(weight.float(), spec if linear else EMBEDDING, name=key) if matrix else weight.float().clone()
         bias = getattr(getattr(module, "base_layer", module), "bias", None)
         if isinstance(bias, torch.Tensor):
             out[f"{name}.bias"] = bias.detach().float().clone()
+    out |= {name: buffer.float().clone() for name, buffer in inner.named_buffers() if name.endswith(CORRECTION)}
     if inner.config.tie_word_embeddings:  # type: ignore[union-attr]
         out.pop("lm_head.weight", None)
     return out
