@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from karui.kernels.pack import transpose_pairs
 from karui.kernels.quantize.compat import Compat, has_mantissa, spread
 from karui.kernels.quantize.elements import E2M1, E4M3, ELEMENTS, Element, pack_pairs, unpack_pairs
 from karui.kernels.quantize.elements import decode as decode_codes
@@ -258,9 +259,8 @@ def transpose(coded: Coded) -> Coded:
     if isinstance(coded, Nvfp4):
         return Nvfp4(coded.codes.t(), coded.scale.t(), coded.global_scale, coded.tile)
     if isinstance(coded, PackedCodes):
-        turned = transpose(_unpacked(coded))
-        assert isinstance(turned, Nvfp4)
-        return packed(turned)
+        turned = transpose_pairs(coded.codes, coded.shape[1], coded.tile[1])
+        return PackedCodes(turned, coded.scale.t().contiguous(), coded.tile, (coded.shape[1], coded.shape[0]), coded.global_scale)
     assert isinstance(coded, High)
     return High(coded.value.t())
 

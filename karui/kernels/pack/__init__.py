@@ -11,6 +11,7 @@ import math
 import torch
 
 from karui.configs.errors import KaruiError
+from karui.kernels.triton_support import Backend, use_triton
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -63,6 +64,22 @@ def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
     word = (cells << (torch.arange(num_bytes, device=packed.device) * 8)).sum(-1)
     out = (word.unsqueeze(-1) >> (torch.arange(period, device=packed.device) * bits)) & (2**bits - 1)
     return out.reshape(*packed.shape[:-1], -1)[..., :n].to(torch.uint8).contiguous()
+
+
+def transpose_pairs(data: torch.Tensor, k: int, fill: int = 2, backend: Backend = "auto") -> torch.Tensor:
+    """4-bit codes [n, k] in bytes [n, at least k / 2] -> the transpose's, [k, n / 2], n made a multiple of `fill` by zeros.
+
+    Raises:
+        KaruiError: too few bytes for k codes, or an odd `fill`.
+    """
+    if data.shape[1] * 2 < k or fill % 2:
+        raise KaruiError(f"transpose_pairs: {data.shape[1]} bytes a row do not hold {k} codes, or fill {fill} is odd.")
+    if use_triton(backend, data.device, "transpose_pairs"):
+        from karui.kernels.pack import triton
+
+        return triton.transpose_pairs(data.contiguous(), k, fill)
+    codes = unpack(data, 4, data.shape[1] * 2)[:, :k]
+    return pack(torch.nn.functional.pad(codes.t(), (0, -data.shape[0] % fill)).contiguous(), 4)
 
 
 def packed_width(n: int, bits: int) -> int:

@@ -35,6 +35,7 @@ MODULES: tuple[str, ...] = (
     "karui.kernels.linear_loss.triton",
     "karui.kernels.lora.triton",
     "karui.kernels.lora_rows.triton",
+    "karui.kernels.pack.triton",
     "karui.kernels.paged_attention.triton",
     "karui.kernels.rms_norm.triton",
     "karui.kernels.rope.triton",

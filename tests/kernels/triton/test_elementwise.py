@@ -85,3 +85,15 @@ def test_refusals(device):
         swiglu(x, x, "cuda")
     with pytest.raises(KaruiError, match="rope takes"):
         rope(torch.zeros(2, 1, 3), torch.zeros(2, 1), torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize(("n", "k", "wide", "fill"), [(37, 21, 16, 16), (4, 130, 65, 2), (64, 32, 16, 16)])
+def test_pairs_of_codes_are_turned(n, k, wide, fill, device, rng):
+    from karui.kernels.pack import transpose_pairs, unpack
+
+    data = torch.randint(0, 256, (n, wide), generator=rng, device=device, dtype=torch.uint8)
+    got, want = (transpose_pairs(data, k, fill, backend) for backend in ("triton", "torch"))
+    assert torch.equal(got, want) and got.shape == (k, (n + fill - 1) // fill * fill // 2)
+    assert torch.equal(unpack(got, 4, got.shape[1] * 2)[:, :n].t(), unpack(data, 4, wide * 2)[:, :k])
+    with pytest.raises(KaruiError, match="do not hold"):
+        transpose_pairs(data, 2 * wide + 1)
