@@ -93,6 +93,19 @@ def test_the_machine_is_measured() -> None:
     assert 1e8 < machine.bandwidth_bytes_per_s < 1e13 and 1e8 < machine.flops_per_s < 1e14 and machine.threads == 1
 
 
+def test_the_load_of_a_mixture_with_latent_attention() -> None:
+    """Counted by hand: the experts a token takes, not those there are."""
+    from karui.inference.engine import Engine
+    from karui.inference.models.decoder import TorchRunner
+    from tests.inference.test_latent import made
+
+    _, config, weights = made("v3")
+    load = load_of(Engine(TorchRunner(config, weights), memory="1MB"))
+    attention = 24 * 48 + 6 * 20 * 24 + (32 + 8) * 48 + 6 * (12 + 16) * 32 + 48 * 6 * 16
+    assert load.weights_per_token == 3 * (attention) + 3 * 48 * 80 + 2 * (8 * 48 + 3 * 3 * 48 * 16 + 3 * 48 * 32)
+    assert load.kv_bytes_per_token == 3 * 40 * 4
+
+
 def test_bench_on_an_engine_with_and_without_speculation(tmp_path: Path) -> None:
     plain = engine()
     result = bench({"none": plain, "ngram:4": engine("ngram:4")}, load_of(plain), TOKENS, concurrencies=(1, 3),

@@ -172,13 +172,17 @@ def run_bench(model: str | Path, *, speculate: str | None = "ngram:5", concurren
 
 
 def load_of(engine: Any) -> Load:
-    """Read the load off an engine: its runner's packed weights and KV, the weights of the matrices a token passes through."""
-    runner = engine.runner
-    c = runner.config
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    mlp = 3 * c.hidden_size * c.intermediate_size
+    """Read the load off an engine: its runner's packed weights and KV, the weights of the matrices a token passes through, of a
+    mixture those of as many experts as it takes."""
+    from karui.inference.models.weights import expected_shapes
+
+    runner, passed = engine.runner, 0.0
+    mixture = runner.config.mixture
+    for name, shape in expected_shapes(runner.config).items():
+        if len(shape) == 2 and ".layers." in name:
+            passed += math.prod(shape) * (mixture.per_token / mixture.experts if ".experts." in name else 1)
     return Load(weight_bytes=runner.weight_bytes(), kv_bytes_per_token=runner.kv_bytes_per_token(engine.kv_dtype),
-                weights_per_token=c.num_layers * (attention + mlp))
+                weights_per_token=round(passed))
 
 
 def advice(machine: Machine, load: Load, levels: Sequence[Level], prefill_per_s: float, prefill_limit_per_s: float,
