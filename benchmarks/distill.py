@@ -1,6 +1,6 @@
 """Distillation: what a teacher adds to labels in a fixed budget, how fast rollouts are, what a draft brings.
 
-    python benchmarks/distill.py [--quick] [--json OUT] [--plot OUT.png] [--only student,on-policy,rollouts,draft] [--bundle DRAFTED]
+    python benchmarks/distill.py [--quick] [--json OUT] [--plot OUT.png] [--only student,on-policy,rollouts,draft,reshape] [--bundle DRAFTED]
 
 student   SmolLM2-135M with 15 of its 30 layers (`--choice`), healed on `--steps` steps of 4 x 128 tokens of wikitext2_valid.txt; figure: mean
           loss of the labels on the first `--words` words of wikitext2_test.txt. Products in bf16. The teacher is SmolLM2-135M itself after
@@ -20,6 +20,12 @@ rollouts  tokens/s of the student's own text, sampled at temperature 1, top_p 1:
           cache; median of `--rounds`.
 draft     tokens/s, tokens per verification and per step, and identity of the text with each draft in `--bundle` (a bundle made by
           `karui train draft-eagle3` or `draft-medusa`), against plain decoding of the same bundle, in turn, greedy, GSM8K test questions.
+reshape   SmolLM2-135M with another attention or feed-forward layer (`prepare:` steps of docs/architecture.md), healed on `--steps` steps of
+          256 tokens by label + KLD (0.5 + 1) from a teacher that has had as many steps on the same text; learning rate 6e-4 (`--lr`), or
+          1e-4, the teacher's, for what starts at the model's loss. Figures: parameters, KV bytes a token (fp16; with windows those of
+          a text of 8,192 tokens, per token), mean loss of the labels on the held-out text right after the change and after healing.
+          Goals: heads merged by their mean end below those of which the first stays (arXiv 2305.13245, figure 4); a mixture of whole
+          copies starts at the dense model's loss.
 """
 
 from __future__ import annotations
@@ -58,11 +64,7 @@ OWN_TEXT = {"kind": "on-policy", "divergence": "reverse_kl", "parameter": None, 
 def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     """Every condition with every seed; returns figures and the curves."""
     work = _work(a)
-    for name, source, words in (("train", "wikitext2_valid.txt", 128 * 4 * a.steps * 2), ("eval", "wikitext2_test.txt", a.words)):
-        text = " ".join((DATA / source).read_text(encoding="utf-8").split(" ")[:words])
-        if not (work / f"{name}.txt").is_file() or (work / f"{name}.txt").read_text(encoding="utf-8") != text:
-            (work / f"{name}.txt").write_text(text, encoding="utf-8")
-    data = {"train": str(work / "train.txt"), "eval": str(work / "eval.txt"), "format": "text", "max_length": 128}
+    data = _wikitext(a, work, 128)
     teacher = {} if a.as_it_is else {"teacher": str(work / "teacher" / "final")}
     figures = [] if a.as_it_is else [_corrected(a, work / "teacher", data)]
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -81,14 +83,23 @@ def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     return figures, {"losses": losses, "curves": curves}
 
 
-def _corrected(a: Any, folder: Path, data: dict[str, Any]) -> Figure:
+def _wikitext(a: Any, work: Path, length: int) -> dict[str, Any]:
+    """A recipe's `data:`; enough text for `--steps` steps of 512 tokens, and `--words` held-out words."""
+    for name, source, words in (("train", "wikitext2_valid.txt", 512 * a.steps * 2), ("eval", "wikitext2_test.txt", a.words)):
+        text = " ".join((DATA / source).read_text(encoding="utf-8").split(" ")[:words])
+        if not (work / f"{name}.txt").is_file() or (work / f"{name}.txt").read_text(encoding="utf-8") != text:
+            (work / f"{name}.txt").write_text(text, encoding="utf-8")
+    return {"train": str(work / "train.txt"), "eval": str(work / "eval.txt"), "format": "text", "max_length": length}
+
+
+def _corrected(a: Any, folder: Path, data: dict[str, Any], batch: int = 4) -> Figure:
     """Fine-tune the teacher on the students' text, in `folder`/final, unless it is there."""
     from karui.configs.recipe import Recipe
     from karui.trainers.run import run_recipe
 
     recipe = Recipe.build({
         "name": "teacher", "model": "smollm2-135m", "data": data, "prepare": [],
-        "optim": {"lr": 1e-4, "batch": 4, "steps": a.steps, "micro_tokens": 512, "warmup": 0.1},
+        "optim": {"lr": 1e-4, "batch": batch, "steps": a.steps, "micro_tokens": 512, "warmup": 0.1},
         "run": {"output": str(folder), "seed": a.seeds, "threads": a.threads, "matmul": a.matmul}, "track": {"to": "none"}})
     known = folder / "loss.json"
     if not known.is_file():
@@ -183,7 +194,8 @@ def _own_text_kl(folder: Path, questions: int = 32, tokens: int = 64) -> float:
 
 
 def _healed(a: Any, work: Path, name: str, seed: int, objective: dict[str, Any], data: dict[str, Any], steps: int,
-            own_text: bool = False) -> dict[str, Any]:
+            own_text: bool = False, prepare: list[dict[str, Any]] | None = None, batch: int = 4,
+            lr: float | None = None, curve: bool = True) -> dict[str, Any]:
     """One run, or what is known of it: results are kept by everything that defines them."""
     from karui.configs.recipe import Recipe
     from karui.trainers.loop import read_log
@@ -192,11 +204,11 @@ def _healed(a: Any, work: Path, name: str, seed: int, objective: dict[str, Any],
     recipe = Recipe.build({
         "name": "bench", "model": "smollm2-135m",
         "data": data,
-        "prepare": [{"method": "prune-layers", "keep_layers": 15, "choice": a.choice, "samples": 8}],
+        "prepare": [{"method": "prune-layers", "keep_layers": 15, "choice": a.choice, "samples": 8}] if prepare is None else prepare,
         "objective": objective,
-        "optim": {"lr": a.lr, "batch": 4, "steps": steps, "micro_tokens": 512, "warmup": 0.1},
+        "optim": {"lr": lr or a.lr, "batch": batch, "steps": steps, "micro_tokens": 512, "warmup": 0.1},
         "run": {"output": str(work / f"{name}-{seed}".replace(" ", "_")), "seed": seed, "threads": a.threads, "matmul": a.matmul,
-                "eval_every": max(1, steps // 4) if seed == 0 else None},
+                "eval_every": max(1, steps // 4) if seed == 0 and curve else None},
         "track": {"to": "none"}})
     identity = {k: v for k, v in recipe.dump().items() if k not in ("run", "track")}
     digest = hashlib.sha256(json.dumps([identity, seed, a.matmul], sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -217,6 +229,56 @@ def _healed(a: Any, work: Path, name: str, seed: int, objective: dict[str, Any],
     kept.write_text(json.dumps(result), encoding="utf-8")
     print(f"{name}, seed {seed}: {result['eval_loss']:.4f} after {result['tokens']} tokens, {result['cpu_s']:.0f} s of processor time", flush=True)
     return result
+
+
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "unchanged": [],
+    "MQA, mean": [{"method": "merge-kv-heads", "kv_heads": 1}],
+    "MQA, first": [{"method": "merge-kv-heads", "kv_heads": 1, "pooling": "first"}],
+    "MLA, rank 128": [{"method": "mla", "rank": 128, "samples": 32}],
+    "window 64, 1 of 4 global": [{"method": "sliding-window", "window": 64, "every": 4}],
+    "4 experts, 2 a token": [{"method": "upcycle-moe", "experts": 4, "top_k": 2}],
+    "8 thin experts, 6 a token": [{"method": "upcycle-moe", "experts": 8, "top_k": 6, "split": 8}],
+    "MLA, rank 64": [{"method": "mla", "rank": 64, "samples": 32}],
+}
+
+GENTLE = ("unchanged", "4 experts, 2 a token")  # start at the model's loss
+
+
+def reshape(a: Any) -> list[Figure]:
+    """Every change: what it saves, and the loss before and after healing."""
+    from transformers import AutoConfig
+
+    from karui.catalogue import resolve
+    from karui.configs.recipe import Recipe
+    from karui.distill.reshape import size_of
+    from karui.trainers.stages import planned
+
+    work = _work(a)
+    data = _wikitext(a, work, 256)
+    figures = [_corrected(a, work / "teacher-256", data, batch=1)]
+    objective = {"kind": "distil", "label": 0.5, "teacher": str(work / "teacher-256" / "final")}
+    before: dict[str, float] = {}
+    after: dict[str, list[float]] = {}
+    for name, steps in CHANGES.items():
+        if a.conditions and name not in a.conditions:
+            continue
+        rate = 1e-4 if name in GENTLE else a.lr
+        done = [_healed(a, work, name, seed, objective, data, a.steps, prepare=steps, batch=1, lr=rate, curve=False)
+                for seed in range(a.seeds)]
+        recipe = Recipe.build({"model": "smollm2-135m", "data": data, "prepare": steps})
+        size = size_of(planned(recipe, AutoConfig.from_pretrained(resolve("smollm2-135m")))[0])
+        note = f"{size.parameters / 1e6:.1f} M parameters" + (f", {size.active / 1e6:.1f} M a token" if size.active < size.parameters else "")
+        before[name], after[name] = done[0]["before"], [r["eval_loss"] for r in done]
+        figures += [Figure(name=f"KV cache, {name}", ours=size.kv_bytes(8192) / 8192, unit="bytes/token", better="lower", note=note),
+                    Figure(name=f"held-out loss, {name}, not healed", ours=before[name], unit="nats", better="lower"),
+                    _mean(f"held-out loss, {name}", after[name])]
+    if {"MQA, mean", "MQA, first"} <= after.keys():
+        figures.append(_gap("MQA, mean minus first", after["MQA, mean"], after["MQA, first"], goal=0.0))
+    if {"unchanged", "4 experts, 2 a token"} <= after.keys():
+        gap = abs(before["4 experts, 2 a token"] - before["unchanged"])
+        figures.append(Figure(name="mixture's start against the dense model", ours=gap, unit="nats", better="lower", goal=1e-5))
+    return figures
 
 
 def rollouts(a: Any) -> list[Figure]:
@@ -341,7 +403,7 @@ def plot(curves: dict[str, list[tuple[int, float]]], losses: dict[str, list[floa
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--plot", type=Path, help="write curves and end losses here")
-    parser.add_argument("--only", help="default: student,on-policy,rollouts,draft, of which --quick leaves on-policy out")
+    parser.add_argument("--only", help="default: all but reshape, of which --quick leaves on-policy out")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--lr", type=float, default=6e-4)
@@ -383,6 +445,8 @@ def main() -> None:
         figures += rollouts(a)
     if "draft" in wanted:
         figures += draft(a)
+    if "reshape" in wanted:
+        figures += reshape(a)
     report(figures, a.json, **extra)
 
 

@@ -178,8 +178,9 @@ def outline(recipe: Recipe) -> Outline:
     from transformers import AutoConfig
 
     from karui.trainers.model import weights_folder
+    from karui.trainers.stages import planned
 
-    model = skeleton(AutoConfig.from_pretrained(weights_folder(recipe.model.name)))
+    model = skeleton(planned(recipe, AutoConfig.from_pretrained(weights_folder(recipe.model.name)))[0])
     shape = shape_of(model)
     return Outline(model=model, shape=shape, trained=trained_by(recipe, model, shape))
 

@@ -6,8 +6,12 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -24,7 +28,8 @@ IDS = torch.randint(0, 40, (1, 24), generator=torch.Generator().manual_seed(5))
 def tiny(kind="llama", **options):
     """Weights large enough that attention is not uniform."""
     classes = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-               "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+               "qwen3": (Qwen3Config, Qwen3ForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
+               "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM)}
     torch.manual_seed(0)
     config, model = classes[kind]
     made = model(config(**{**SIZES, "head_dim": 8, **options})).eval()
@@ -104,11 +109,22 @@ def test_a_token_is_reached_from_its_window_alone():
     assert bool((moved[:9] > 1e-6).all()) and bool((moved[9:] == 0).all())
 
 
-def test_windows_in_training_are_those_of_transformers():
+def windowed(kind):
+    """A model with windows, converted or made with them."""
+    if kind == "ministral":
+        return window.convert(tiny(), 6, 4)
+    if kind == "mistral":
+        return tiny("mistral", sliding_window=6)
+    return tiny("qwen2_moe", sliding_window=6, use_sliding_window=True, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+                shared_expert_intermediate_size=16, layer_types=["sliding_attention", "full_attention"] * 2)
+
+
+@pytest.mark.parametrize("kind", ["ministral", "mistral", "qwen2_moe"])
+def test_windows_in_training_are_those_of_transformers(kind):
     from karui.trainers.model import ATTENTION, LossSum, install_lean_ops, register_attention
 
     register_attention()
-    local = window.convert(tiny(), 6, 4)
+    local = windowed(kind)
     wanted = logits(local)[0]
     for lean in (False, True):
         local.set_attn_implementation(ATTENTION)

@@ -9,6 +9,7 @@ from karui.configs.errors import KaruiError
 from karui.configs.manifest import Manifest
 from karui.configs.recipe import Recipe
 from karui.inference.engine import Engine
+from karui.trainers.estimate import outline
 from karui.trainers.loop import read_log
 from karui.trainers.preflight import dry_run
 from karui.trainers.run import run_recipe
@@ -87,6 +88,11 @@ def test_a_dry_run_refuses_what_the_model_cannot_have(step, message, make_recipe
     for run in (dry_run, run_recipe):
         with pytest.raises(KaruiError, match=message):
             run(make_recipe(prepare=[step]))
+
+
+def test_a_plan_without_a_gpu_counts_the_changed_model(make_recipe):  # noqa: F811
+    shapes = [outline(make_recipe(prepare=p)).shape for p in ([], [{"method": "merge-kv-heads", "kv_heads": 1}])]
+    assert shapes[0].kv == 2 * shapes[1].kv and shapes[1].parameters == shapes[0].parameters - 2 * 2 * 16 * 64
 
 
 def test_a_dry_run_counts_the_changed_model(make_recipe):  # noqa: F811
