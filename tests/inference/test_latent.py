@@ -3,7 +3,9 @@ promises for them."""
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from karui.inference.engine import Engine
 from karui.inference.models import latent
 from karui.inference.models.config import from_hf
 from karui.inference.models.decoder import LoraWeights, TorchRunner
+from karui.inference.models.rope import inverse_frequencies
 from karui.inference.models.weights import expected_shapes
 from karui.inference.requests import Request, SamplingParams
 from karui.inference.speculate import Speculation
@@ -329,6 +332,31 @@ def test_experts_of_files_and_of_state_dicts():
         TorchRunner(config, {k: v for k, v in weights.items() if k != "model.layers.1.mlp.gate.e_score_correction_bias"})
 
 
+def test_files_on_the_hub_say_the_same_as_transformers_writes():
+    """Configs as DeepSeek publishes them: rope_scaling with a type, no mlp_layer_types, a layer for multi-token prediction."""
+    from transformers import AutoConfig
+
+    common = dict(SIZES, vocab_size=99, hidden_size=48, intermediate_size=80, num_hidden_layers=5, max_position_embeddings=640,
+                  rms_norm_eps=1e-6, rope_theta=10000, tie_word_embeddings=False, hidden_act="silu", attention_bias=False,
+                  moe_layer_freq=1, rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=0.707, mscale_all_dim=0.707,
+                                                      original_max_position_embeddings=16, type="yarn"))
+    for kind, own in (
+        ("deepseek_v2", dict(topk_method="greedy", scoring_func="softmax", q_lora_rank=None, norm_topk_prob=False, n_group=1,
+                             topk_group=1)),
+        ("deepseek_v3", dict(V3, topk_method="noaux_tc", scoring_func="sigmoid", num_nextn_predict_layers=1)),
+        ("deepseek_v32", dict(DSA, topk_method="noaux_tc", scoring_func="sigmoid")),
+        ("glm_moe_dsa", dict(DSA, scoring_func="sigmoid", index_topk_freq=2)),
+    ):
+        old = from_hf({"model_type": kind, **common, **own})
+        hf = AutoConfig.for_model(kind, **{k: dict(v) if isinstance(v, dict) else v for k, v in {**common, **own}.items()})
+        new = from_hf(hf.to_dict())
+        assert replace(old, rope_scaling={}) == replace(new, rope_scaling={}), kind
+        (f, factor), (g, other) = inverse_frequencies(old), inverse_frequencies(new)
+        assert torch.equal(f, g) and factor == other == pytest.approx(1.0)
+        assert old.latent.scale == pytest.approx(20**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+    assert old.latent.indexer.layers == (True, True, False, True, False)
+
+
 def test_other_runners_and_odd_configs_are_refused():
     from karui.inference.models.gpu import unsuited
 
@@ -341,6 +369,7 @@ def test_other_runners_and_odd_configs_are_refused():
     for changes, said in ((dict(num_key_value_heads=2), "2 key heads for 6 heads"), (dict(q_lora_rank=None), "needs q_lora_rank"),
                           (dict(topk_group=1, num_experts_per_tok=3), "3 of 8 experts cannot be chosen from 1 of 4 groups"),
                           (dict(model_type="deepseek_v2", norm_topk_prob=True), "norm_topk_prob True"),
+                          (dict(scoring_func="softmax"), "scoring_func 'softmax' is not supported"),
                           (dict(moe_layer_freq=2), "moe_layer_freq 2")):
         with pytest.raises(UnsupportedError, match=said):
             from_hf({**hf, **changes})

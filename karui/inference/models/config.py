@@ -420,6 +420,10 @@ def _routed(config: dict[str, Any], kind: str, layers: int) -> Mixture | None:
         return None
     if every != 1:
         raise UnsupportedError(f"moe_layer_freq {every} is not supported: no implementation to agree with has it.")
+    scored = "softmax" if kind == "deepseek_v2" else "sigmoid"
+    if config.get("scoring_func", scored) != scored:
+        raise UnsupportedError(f"{kind} with scoring_func {config['scoring_func']!r} is not supported; its experts are scored by "
+                               f"{scored}.")
     grouped = (config.get("n_group") or 1, config.get("topk_group") or 1)
     if kind == "deepseek_v2":
         method = config.get("topk_method") or "greedy"
