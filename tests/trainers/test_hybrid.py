@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.manifest import Manifest
 from karui.inference.engine import Engine
 from karui.inference.models.decoder import TorchRunner
 from karui.qat.run import quantize_loaded, quantize_model, read_config
 from karui.trainers.data import collate
 from karui.trainers.model import LossSum, load_model
+from karui.trainers.pipeline import run_pipeline
 from karui.trainers.quantize import quantize_to_bundle
 from karui.trainers.run import prepare, run_recipe
 from tests.trainers.conftest import _fresh_accelerate_state, make_recipe, rows_file, tiny_folder  # noqa: F401 - fixtures
@@ -114,6 +116,20 @@ def test_a_packed_row_is_refused_and_single_documents_train(kind: str, folders: 
         run_recipe(make_recipe(**sections))
     result = run_recipe(make_recipe(**sections, data={"packing": False}))
     assert result.metrics["eval_loss"] < result.metrics["eval_loss_before"]
+
+
+@pytest.mark.parametrize(("kind", "prepare"), [
+    ("lfm2", {"method": "lora", "rank": 4, "alpha": 8, "targets": ["in_proj", "out_proj", "w2"]}), ("qwen3_next", None),
+    ("bamba", {"method": "lsq", "spec": "w4g32"})])  # fmt: skip
+def test_a_recipe_trains_exports_and_compares(kind: str, prepare: Any, folders: dict[str, Path], make_recipe: Any) -> None:  # noqa: F811
+    """An adapter that is merged, a full training, and trained grids, through the gate under the names that transformers has."""
+    recipe = make_recipe(model={"name": str(folders[kind])}, prepare=[prepare] if prepare else [], data={"packing": False},
+                         optim={"steps": 2}, export=[{"spec": "w4g32"}])
+    (bundle,) = run_pipeline(recipe).bundles
+    specs = {name: t.spec for name, t in Manifest.read(bundle).tensors.items() if "layers.0." in name}
+    assert {name.partition("layers.0.")[2] for name, spec in specs.items() if spec == "none"} >= LEFT[kind]
+    assert any("feed_forward" in name for name in specs) or kind == "qwen3_next"
+    assert Engine.load(bundle, max_context=64).generate(["what"])[0].token_ids
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "bamba"])

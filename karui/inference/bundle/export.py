@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 Specs = str | QuantSpec | Mapping[str, str | QuantSpec]
 _EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 _BLOCK = re.compile(r".*\.layers\.\d+\..*\.weight")
+_DECAY = re.compile(r".*\.linear_attn\.in_proj_ba\.weight")
 _ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate|weights_proj)\.weight")
 
 
@@ -215,6 +216,8 @@ class _Grids:
             return none, "not a linear of a block"
         if _ROUTER.fullmatch(name):
             return none, "router: small, and its choices are sensitive to rounding"
+        if _DECAY.fullmatch(name):
+            return none, "decay and strength of a recurrent state: small, and errors in them add up over a text"
         module = name.removesuffix(".weight")
         for pattern, spec in self._patterns.items():
             if fnmatchcase(module, pattern):
@@ -224,7 +227,7 @@ class _Grids:
 
 
 def _is_linear(name: str, w: torch.Tensor) -> bool:
-    return w.dim() >= 2 and _BLOCK.fullmatch(name) is not None
+    return w.dim() == 2 and _BLOCK.fullmatch(name) is not None
 
 
 def _base_grid(given: str | QuantSpec | None, adapter: Adapter | None) -> QuantSpec | None:

@@ -16,7 +16,7 @@ from karui.configs.manifest import MANIFEST_NAME, FileRecord, Manifest
 from karui.configs.quantspec import QuantSpec
 from karui.inference.bundle.layout import check_finite, check_parts, from_parts
 from karui.inference.bundle.writer import sha256_tensor
-from karui.inference.models.weights import canonical_name
+from karui.inference.models.weights import transformers_name
 from karui.kernels.qtensor import QTensor
 
 Verify = Literal["full", "quick"]
@@ -231,7 +231,7 @@ class ModelFolder(Opened):
         self.path = self.tokenizer_path = path
         self.config = config
         self._files = files
-        self._stored = {canonical_name(name): name for name in files.names()}
+        self._stored = {transformers_name(name): name for name in files.names()}
         names = list(self._stored)
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
         if config.get("tie_word_embeddings") and embedding in names:

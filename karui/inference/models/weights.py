@@ -15,14 +15,16 @@ Weights = Mapping[str, QTensor | torch.Tensor]
 
 # Mixtral's files name an expert's linears as the paper does.
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_GRANITE_NAMES = {"block_sparse_moe.router.layer.": "block_sparse_moe.router.",
+                  "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+                  "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj"}
+_GRANITE = re.compile("|".join(map(re.escape, _GRANITE_NAMES)))
 _HYBRID_NAMES = {  # LFM2, Bamba, Granite
     "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "pre_ff_layernorm": "post_attention_layernorm",
     "self_attn.out_proj": "self_attn.o_proj", "self_attn.q_layernorm": "self_attn.q_norm",
     "self_attn.k_layernorm": "self_attn.k_norm", "model.embedding_norm": "model.norm", "model.final_layernorm": "model.norm",
     **{f"feed_forward.{theirs}": f"mlp.{ours}" for w, ours in _MIXTRAL.items() for theirs in (w, ours)},
-    "block_sparse_moe.router.layer": "mlp.gate", "block_sparse_moe.router": "mlp.gate",
-    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
-    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj", "block_sparse_moe.experts": "mlp.experts",
+    "block_sparse_moe.router": "mlp.gate", "block_sparse_moe.experts": "mlp.experts",
 }
 _HYBRID = re.compile(r"\b(" + "|".join(map(re.escape, _HYBRID_NAMES)) + r")((?:\..*)?)$")
 WIDE = ("A_log", "dt_bias", "D")
@@ -121,12 +123,15 @@ def _feed_forward(config: ModelConfig, layer: int) -> list[tuple[str, int, int, 
     return found
 
 
+def transformers_name(name: str) -> str:
+    """A stored tensor's name in transformers' model: files of mixtral and Granite name experts otherwise."""
+    name = re.sub(r"block_sparse_moe\.experts\.(\d+)\.(w\d)\.", lambda m: f"mlp.experts.{m[1]}.{_MIXTRAL[m[2]]}.", name)
+    return _GRANITE.sub(lambda m: _GRANITE_NAMES[m[0]], name.replace("block_sparse_moe.gate.", "mlp.gate."))
+
+
 def canonical_name(name: str) -> str:
-    """karui's name of a tensor: mixtral's files name experts otherwise than the other mixtures of transformers do, Granite's too,
-    LFM2's nearly everything."""
-    name = _HYBRID.sub(lambda m: _HYBRID_NAMES[m[1]] + m[2], name)
-    name = re.sub(r"mlp\.experts\.(\d+)\.(w\d)\.", lambda m: f"mlp.experts.{m[1]}.{_MIXTRAL[m[2]]}.", name)
-    return name.replace("block_sparse_moe.gate.", "mlp.gate.")
+    """karui's name of a tensor: models of LFM2, Bamba and Granite name norms and feed-forward layers otherwise than others."""
+    return _HYBRID.sub(lambda m: _HYBRID_NAMES[m[1]] + m[2], transformers_name(name))
 
 
 def canonical(weights: Weights) -> dict[str, QTensor | torch.Tensor]:
