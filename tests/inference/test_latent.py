@@ -140,6 +140,18 @@ def test_both_forms_give_the_same(case, monkeypatch):
     assert 0 < (out[0] - out[1]).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("case", ["v3", "v32"])
+def test_pieces_give_the_same(case, monkeypatch):
+    """Heads of a prefill and rows of a short chunk go one by one where memory is short."""
+    _, config, weights = made(case)
+    runner, ids, out = TorchRunner(config, weights), torch.randint(0, 199, (50,)).tolist(), []
+    for held in (latent._HELD, 1):
+        monkeypatch.setattr(latent, "_HELD", held)
+        runner.allocate(13, 4, "float32")
+        out.append(torch.cat([runner.forward(batch_of((ids[a:b], a, list(range(13))))).logits for a, b in ((0, 40), (40, 44), (44, 50))]))
+    assert (out[0] - out[1]).abs().max() < 1e-4
+
+
 def test_few_keys_make_sparse_attention_dense():
     """With as many keys as it picks, or fewer, the indexer has no say: the model is the one without it, bit for bit."""
     model, config, weights = made("v32-all")

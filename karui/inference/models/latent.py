@@ -23,7 +23,8 @@ Legend for shapes: T tokens in the step, N slots, S sequences side by side, q ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 FORMATS = ("float32", "float16", "bfloat16", "int8", "fp8")
 NORM_EPS = 1e-6  # of the latents' and the indexer's norms, whatever the config says of the others
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
-_SCORES = 1 << 24  # numbers that an indexer holds at once
+_HELD = 1 << 26  # numbers that one product makes at once: keys and values of heads, or scores
 Ups = list[tuple[torch.Tensor, torch.Tensor]]
 """Rows of the step, and the W_UK and W_UV that they have."""
 
@@ -231,32 +232,47 @@ def _materializes(m: Latent, rows: int, seen: int) -> bool:
 
 def _materialized(m: Latent, store: LatentStore, layer: int, unit: _Unit, q_nope: torch.Tensor, q_rope: torch.Tensor,
                   up: torch.Tensor) -> torch.Tensor:
-    """[S * q, A, value]."""
+    """[S * q, A, value], as many heads at once as `_HELD` lets."""
     latent, key = store.read(layer, unit.slots, q_nope.dtype).split([m.rank, m.rope], -1)
-    made = torch.einsum("scr,adr->sacd", latent, up)
-    k = torch.cat([made[..., :m.nope], key[:, None].expand(-1, made.shape[1], -1, -1)], -1)
     q = torch.cat([unit.of(q_nope), unit.of(q_rope)], -1).transpose(1, 2)
-    mask = _only_chosen(unit)
-    # torch's fused attention wants values as wide as keys
-    v = F.pad(made[..., m.nope:], (0, max(m.nope + m.rope - m.value, 0)))
-    mixed = F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, None], scale=m.scale)
-    return mixed[..., :m.value].transpose(1, 2).flatten(0, 1)
+    mask, mixed = _only_chosen(unit), []
+    for heads in torch.arange(len(up)).split(max(1, _HELD // (unit.slots.numel() * (m.nope + m.value)))):
+        part = slice(int(heads[0]), int(heads[-1]) + 1)
+        made = torch.einsum("scr,adr->sacd", latent, up[part])
+        k = torch.cat([made[..., :m.nope], key[:, None].expand(-1, made.shape[1], -1, -1)], -1)
+        # torch's fused attention wants values as wide as keys
+        v = F.pad(made[..., m.nope:], (0, max(m.nope + m.rope - m.value, 0)))
+        mixed.append(F.scaled_dot_product_attention(q[:, part], k, v, None if mask is None else mask[:, None], scale=m.scale))
+    return torch.cat(mixed, 1)[..., :m.value].transpose(1, 2).flatten(0, 1)
 
 
 def _absorbed(m: Latent, store: LatentStore, layer: int, unit: _Unit, q: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """The weighted latents [S * q, A, rank] of the unit's queries q [S, q, A, rank + rope]."""
+    """The weighted latents [S * q, A, rank] of queries q [S, q, A, rank + rope], as many rows at once as `_HELD` lets."""
+    heads = q.shape[2]
     if unit.gathers:  # every row becomes a sequence of its own
         assert unit.index is not None
         slots = unit.slots[:, None].expand(-1, unit.size, -1).gather(-1, unit.index).flatten(0, 1)
+        rows = max(1, _HELD // (slots.shape[1] * (heads + q.shape[3])))
         q, mask = q.flatten(0, 1)[:, None], None if unit.real is None else unit.real.flatten(0, 1)[:, None]
-    else:
-        slots, mask = unit.slots, _only_chosen(unit)
-    keys = store.read(layer, slots, q.dtype)
+        return torch.cat([_weighted(m, store.read(layer, at, q.dtype), part, seen, wide)
+                          for at, part, seen in zip(slots.split(rows), q.split(rows), _split(mask, rows, 0))])[:, 0]
+    keys, mask = store.read(layer, unit.slots, q.dtype), _only_chosen(unit)
+    rows = max(1, _HELD // (unit.slots.numel() * heads))
+    return torch.cat([_weighted(m, keys, part, seen, wide)
+                      for part, seen in zip(q.split(rows, 1), _split(mask, rows, 1))], 1).flatten(0, 1)
+
+
+def _weighted(m: Latent, keys: torch.Tensor, q: torch.Tensor, mask: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
+    """q [S, q, A, rank + rope] over keys [S, C, rank + rope], mask [S, q, C] -> [S, q, A, rank]."""
     scores = (q.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, q.shape[1:3]) * m.scale
     if mask is not None:
         scores = scores.masked_fill(~mask[:, :, None], float("-inf"))
     shares = scores.softmax(-1, dtype=wide).to(q.dtype)
-    return (shares.flatten(1, 2) @ keys[..., :m.rank]).unflatten(1, q.shape[1:3]).flatten(0, 1)
+    return (shares.flatten(1, 2) @ keys[..., :m.rank]).unflatten(1, q.shape[1:3])
+
+
+def _split(mask: torch.Tensor | None, rows: int, side: int) -> Iterable[torch.Tensor | None]:
+    return itertools.repeat(None) if mask is None else mask.split(rows, side)
 
 
 def _only_chosen(unit: _Unit) -> torch.Tensor | None:
@@ -284,7 +300,7 @@ def _choose(run: TorchRunner, layer: int, h: torch.Tensor, q_in: torch.Tensor, s
     for unit in units:
         if unit.slots.shape[1] > x.top:
             keys = store.read_index(layer, unit.slots, run._wide)[:, None].transpose(2, 3)  # [S, 1, D, C]
-            rows = max(1, _SCORES // (x.heads * unit.slots.numel()))
+            rows = max(1, _HELD // 4 // (x.heads * unit.slots.numel()))
             scores = torch.cat([(w[:, :, None] @ F.relu(part.to(run._wide) @ keys * x.head_dim**-0.5))[:, :, 0]
                                 for part, w in zip(unit.of(q).split(rows, 1), unit.of(weights).split(rows, 1), strict=True)], 1)
             if unit.visible is not None:
