@@ -152,6 +152,27 @@ def test_pieces_give_the_same(case, monkeypatch):
     assert (out[0] - out[1]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("case", ["v3", "v32"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_tree_rows_see_only_their_ancestors(case, exact):
+    """In exact mode a row of a tree has the bits of its path; the sparse case chooses among its ancestors only."""
+    _, config, weights = made(case)
+    runner = TorchRunner(config, weights, bit_exact=exact)
+    runner.allocate(40, 4, "float32")
+    ids = torch.randint(0, 199, (21,)).tolist()
+    runner.forward(batch_of((ids[:20], 0, list(range(7)))))
+    draft, parents = [50, 60, 70, 80], {1: 0, 2: 0, 3: 1, 4: 2}
+    mask = torch.eye(5, dtype=torch.bool)
+    for row, parent in parents.items():
+        mask[row] |= mask[parent]
+    step = batch_of((ids[20:] + draft, 20, list(range(7))))
+    step.positions, step.tree_masks = (20 + mask.sum(1) - 1).int(), [mask]
+    tree = runner.forward(step).logits
+    for path, row in (([50, 70], 3), ([60, 80], 4)):
+        alone = runner.forward(batch_of((ids + path, 0, list(range(10, 17))))).logits[-1]
+        assert torch.equal(tree[row], alone) if exact else (tree[row] - alone).abs().max() < 1e-4
+
+
 def test_few_keys_make_sparse_attention_dense():
     """With as many keys as it picks, or fewer, the indexer has no say: the model is the one without it, bit for bit."""
     model, config, weights = made("v32-all")

@@ -136,6 +136,31 @@ def test_what_would_be_trained_wrongly_is_refused(kind, said, folder_of):
         load_model(ModelSection(name=str(folder_of(kind))))
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3_text", "phi3"])
+def test_a_request_with_an_adapter_is_answered_as_by_peft(kind, folder_of, tmp_path):
+    from karui.adapters.lora import attach
+    from karui.configs.steps import LoraStep
+    from karui.inference.requests import Request, SamplingParams
+
+    folder = folder_of(kind)
+    made = attach(load_model(ModelSection(name=str(folder), dtype="float32")), LoraStep(method="lora", rank=4, alpha=8))
+    with torch.no_grad():
+        for name, parameter in made.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    made.model.save_pretrained(tmp_path / "adapter")
+    engine = Engine.load(folder, max_context=64, max_sequences=2)
+    engine.load_adapter("one", tmp_path / "adapter")
+    prompt, params = torch.randint(3, 259, (20,)).tolist(), SamplingParams(max_tokens=12, ignore_eos=True)
+    got, base = (o.token_ids for o in engine.generate([Request(prompt=prompt, params=params, adapter="one"),
+                                                       Request(prompt=prompt, params=params)]))
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(12):
+            ids.append(int(made.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert got == ids[20:] != base
+
+
 def test_adapters_stay_off_names_that_peft_takes_for_experts(folder_of):
     from karui.adapters.lora import attach
     from karui.configs.steps import LoraStep
