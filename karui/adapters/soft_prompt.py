@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from karui.adapters.files import quiet
+from karui.catalogue.helpers import has_recurrent_layers
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.steps import PromptStep
 
@@ -33,10 +34,15 @@ def attach_prompt(model: nn.Module, step: PromptStep, tokenizer: Any = None) -> 
 
     Raises:
         KaruiError: a text without a single token.
-        UnsupportedError: a prefix for a model whose keys and values are not made by k_proj and v_proj.
+        UnsupportedError: a prefix for a model whose keys and values are not made by k_proj and v_proj; a model with recurrent
+            layers.
     """
     from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
+    config: Any = model.config
+    if has_recurrent_layers(config):
+        raise UnsupportedError(f"prepare: {step.method} puts rows before a document's keys; a {config.model_type} has recurrent "
+                               "layers, which keep none. Use lora.")
     kind: Any = PromptTuningConfig if step.method == "prompt" else PrefixTuningConfig
     with quiet():
         peft_model: Any = get_peft_model(model, kind(num_virtual_tokens=step.tokens, task_type="CAUSAL_LM"))

@@ -29,6 +29,12 @@ def load_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
+def has_recurrent_layers(config: Any) -> bool:
+    """Whether a transformers config has layers with a recurrent state: short convolutions, linear attention, state spaces."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    return any(kind in ("conv", "linear_attention", "mamba") for kind in kinds)
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The fast tokenizer of a model or bundle folder, read from local files only and without remote code."""
     folder = Path(path)

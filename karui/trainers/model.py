@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from karui.catalogue.helpers import has_recurrent_layers
 from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.configs.recipe import ModelSection
 from karui.kernels.cross_entropy import linear_cross_entropy
@@ -158,7 +159,7 @@ class LossSum(nn.Module):
         return self._body(tokens, positions, cu_seqlens)
 
     def _body(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if "context_rows" in kwargs and is_recurrent(self.model):
+        if "context_rows" in kwargs and has_recurrent_layers(base_model(self.model).config):
             raise UnsupportedError("run.context_parallel cuts documents, over which a recurrent state would have to be handed "
                                    "on; leave it out for this model.")
         body = base_model(self.model).get_decoder()  # type: ignore[operator]
@@ -207,7 +208,7 @@ def documents_of(body: Any, cu_seqlens: torch.Tensor) -> dict[str, Any]:
     Raises:
         UnsupportedError: several documents for such a model.
     """
-    if not is_recurrent(body):
+    if not has_recurrent_layers(body.config):
         return {"cu_seqlens": cu_seqlens}
     if len(cu_seqlens) > 2:
         raise UnsupportedError(f"a {body.config.model_type} has recurrent layers, whose state would go from one document of a "

@@ -148,6 +148,17 @@ def test_the_loss_is_the_models_own(kind: str, folders: dict[str, Path], make_re
         loss.of(collate([setup.samples[0], setup.samples[1]]))
 
 
+def test_what_a_recurrent_state_cannot_take_part_in(folders: dict[str, Path], make_recipe: Any) -> None:  # noqa: F811
+    """Said before training, instead of training something else."""
+    model = {"name": str(folders["lfm2"])}
+    for method in ("prompt", "prefix"):
+        with pytest.raises(UnsupportedError, match=f"prepare: {method} puts rows before a document's keys; a lfm2 has"):
+            prepare(make_recipe(model=model, prepare=[{"method": method, "tokens": 4}]))
+    for kind in ("draft-medusa", "draft-eagle3"):
+        with pytest.raises(UnsupportedError, match="a draft for a model with recurrent layers is not trained"):
+            run_recipe(make_recipe(model=model, prepare=[], objective={"kind": kind}))
+
+
 def test_scaled_logits_are_not_trained(folders: dict[str, Path], make_recipe: Any) -> None:  # noqa: F811
     with pytest.raises(KaruiError, match="logits_scaling is not supported in training"):
         run_recipe(make_recipe(model={"name": str(folders["granitemoehybrid"])}))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from karui.catalogue.helpers import has_recurrent_layers
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.objectives import Eagle3Objective, MedusaObjective
 from karui.distill import capture
@@ -42,6 +43,9 @@ class Draft(LossSum):
     draft: Any
 
     def __init__(self, model: nn.Module, chunk: int, keep_states: bool, tokenizer: Any) -> None:
+        if has_recurrent_layers(base_model(model).config):
+            raise UnsupportedError("a draft for a model with recurrent layers is not trained: the engine verifies no trees of "
+                                   "drafts there. Serve it with ngram drafts.")
         super().__init__(model, chunk)
         self.tokenizer = tokenizer
         self._kept: dict[bytes, tuple[torch.Tensor, ...]] | None = {} if keep_states else None

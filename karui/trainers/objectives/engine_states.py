@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from karui.configs.errors import UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.trainers.model import base_model
 from karui.trainers.objectives.engine_sampler import EMBEDDING, dense_weights, make_runner
@@ -40,11 +39,7 @@ class EngineStates:
             for name in ("model.embed_tokens.weight", "lm_head.weight"):
                 if isinstance(weights.get(name), torch.Tensor):
                     weights[name] = quantize(weights[name], EMBEDDING, name=name)
-        config = from_hf(inner.config.to_dict())
-        if config.recurrent is not None:
-            raise UnsupportedError(f"a draft for a {config.model_type} is not trained: recurrent layers verify no drafts of "
-                                   "trees. Serve it with ngram drafts.")
-        self.runner = make_runner(config, weights)
+        self.runner = make_runner(from_hf(inner.config.to_dict()), weights)
         self.chunk, self._blocks = chunk, 0
 
     def __call__(self, tokens: torch.Tensor, aux_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -62,7 +62,7 @@ class LoraStage(AdapterStage):
         """The first samples, packed, for `init: eva`."""
         from karui.adapters.lora import Look
         from karui.trainers.data import collate, plan_epoch
-        from karui.trainers.model import base_model
+        from karui.trainers.model import base_model, documents_of
 
         samples = self.context.samples
         plan = plan_epoch(samples.lengths, batch=len(samples), micro_tokens=EVA_TOKENS, shuffle=False)
@@ -71,7 +71,7 @@ class LoraStage(AdapterStage):
         def forward(model: Any, batch: Any) -> None:
             body = base_model(model).get_decoder()  # type: ignore[operator]
             body(input_ids=batch.tokens.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False,
-                 cu_seqlens=batch.cu_seqlens)
+                 **documents_of(body, batch.cu_seqlens))
 
         return Look(batches=batches, forward=forward)
 
