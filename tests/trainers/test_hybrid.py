@@ -159,6 +159,15 @@ def test_what_a_recurrent_state_cannot_take_part_in(folders: dict[str, Path], ma
             run_recipe(make_recipe(model=model, prepare=[], objective={"kind": kind}))
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "bamba"])
+def test_rollouts_come_from_the_engine(kind: str, folders: dict[str, Path], make_recipe: Any) -> None:  # noqa: F811
+    """The engine takes the trainer's weights, states' included: what it drew has the trainer's own probabilities."""
+    objective = {"kind": "on-policy", "teacher": {"name": str(folders[kind])}, "max_new_tokens": 8, "max_drift": 1e-4}
+    result = run_recipe(make_recipe(model={"name": str(folders[kind])}, prepare=[], data={"packing": False}, objective=objective,
+                                    optim={"steps": 2}))
+    assert result.metrics["steps"] == 2
+
+
 def test_scaled_logits_are_not_trained(folders: dict[str, Path], make_recipe: Any) -> None:  # noqa: F811
     with pytest.raises(KaruiError, match="logits_scaling is not supported in training"):
         run_recipe(make_recipe(model={"name": str(folders["granitemoehybrid"])}))

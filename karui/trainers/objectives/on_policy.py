@@ -168,11 +168,15 @@ class OnPolicy(LossSum):
         was_training = self.training
         self.eval()
         device = next(self.model.parameters()).device
-        batch = collate([Sample(ids=r.ids, loss_mask=r.loss_mask.copy(), source_row=0) for r in some]).to(device)
-        hidden = self.hidden(batch.tokens, batch.positions, batch.cu_seqlens)
-        rows = batch.targets != IGNORE
+        samples = [Sample(ids=r.ids, loss_mask=r.loss_mask.copy(), source_row=0) for r in some]
         head = base_model(self.model).get_output_embeddings().weight  # type: ignore[operator]
-        ours = chosen_logprobs(hidden[rows], head, batch.targets[rows], self.chunk).cpu()
+        parts = []
+        for documents in [samples] if self.recipe.data.packing else [[sample] for sample in samples]:
+            batch = collate(documents).to(device)
+            hidden = self.hidden(batch.tokens, batch.positions, batch.cu_seqlens)
+            rows = batch.targets != IGNORE
+            parts.append(chosen_logprobs(hidden[rows], head, batch.targets[rows], self.chunk).cpu())
+        ours = torch.cat(parts)
         self.train(was_training)
         theirs = torch.from_numpy(np.concatenate([r.raw[1:][r.loss_mask[1:]] for r in some]))
         drift = Drift.of(ours, theirs)
