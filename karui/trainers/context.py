@@ -99,9 +99,11 @@ def context_attention(
     """Attention output [1, t, heads, D] of this rank's rows t, each seeing its own document in the whole row up to itself.
 
     Args:
-        q: [1, heads, t, D]; k, v: [1, kv_heads, t, D], already rotated.
+        q: [1, heads, t, D]; k: [1, kv_heads, t, D]; v: [1, kv_heads, t, Dv], Dv at most D; already rotated.
         cu_seqlens: borders of the documents in the whole row.
     """
+    if (short := k.shape[-1] - v.shape[-1]) > 0:  # latent attention: keys and values are gathered as one tensor
+        return context_attention(q, k, torch.nn.functional.pad(v, (0, short)), cu_seqlens, scaling, rows)[..., :-short]
     keys, values = _Gather.apply(torch.cat((k, v), 1), rows.ranks).chunk(2, 1)
     if q.is_cuda:  # with a mask torch's fused kernels take no grouped heads, and its plain one holds all scores in fp32
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))

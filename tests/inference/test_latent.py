@@ -216,6 +216,19 @@ def test_bytes_are_those_of_the_tensors(case, per_layer, indexed):
         runner.kv_bytes_per_token("kivi2")
 
 
+@pytest.mark.parametrize("case", ["v2-groups", "v3-yarn", "v32", "glm-shared"])
+@pytest.mark.parametrize("dtype,bound", [(torch.bfloat16, 0.15), (torch.float16, 0.02)])
+def test_half_precision_stays_close(case, dtype, bound):
+    _, config, weights = made(case)
+    ids, out = torch.randint(0, 199, (40,)).tolist(), []
+    for kept in (torch.float32, dtype):
+        runner = TorchRunner(config, weights, dtype=kept)
+        runner.allocate(10, 4, runner.default_kv_dtype)
+        out.append(torch.cat([runner.forward(batch_of((ids[a:b], a, list(range(10))))).logits for a, b in ((0, 36), (36, 37), (37, 40))]))
+    error = (out[1] - out[0]).norm(dim=-1) / out[0].norm(dim=-1)
+    assert 0 < error.median() < bound
+
+
 @pytest.mark.parametrize("case", ["v3", "v32"])
 @pytest.mark.parametrize("kv_dtype,bound", [("float16", 0.02), ("bfloat16", 0.2), ("int8", 0.1), ("fp8", 0.3)])
 def test_cache_formats_stay_close(case, kv_dtype, bound):

@@ -15,8 +15,9 @@ def group(rank, size):
 
 @pytest.mark.parametrize("lengths", [[12], [5, 7], [1, 1, 9, 2], [3, 14, 2]])
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_ranks_rows_are_those_of_the_whole(monkeypatch, lengths, size):
-    """`_Gather` without processes: every rank is given the whole keys and values."""
+@pytest.mark.parametrize("width", [8, 5])
+def test_the_ranks_rows_are_those_of_the_whole(monkeypatch, lengths, size, width):
+    """`_Gather` without processes: every rank is given the whole keys and values; values as wide as keys, or narrower (MLA)."""
     monkeypatch.setattr(context, "QUERY_ROWS", 4)
     total = sum(lengths)
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
@@ -24,9 +25,9 @@ def test_the_ranks_rows_are_those_of_the_whole(monkeypatch, lengths, size):
     pieces = [context.split(group(r, size), row, row, cu, row) for r in range(size)]
     bounds, padded = pieces[0][2], int(pieces[0][2][-1])
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, padded, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(1, heads, padded, n, dtype=torch.float64, requires_grad=True) for heads, n in ((4, 8), (2, 8), (2, width)))
     wanted = document_attention(q, k, v, bounds, 0.3).transpose(1, 2)
-    monkeypatch.setattr(context._Gather, "apply", lambda part, ranks: torch.cat((k, v), 1))
+    monkeypatch.setattr(context._Gather, "apply", lambda part, ranks: torch.cat((k, torch.nn.functional.pad(v, (0, 8 - width))), 1))
     parts = [context.context_attention(q[:, :, p[4].begin : p[4].end], k, v, bounds, 0.3, p[4]) for p in pieces]
     found = torch.cat(parts, 1)
     torch.testing.assert_close(found, wanted)
