@@ -100,7 +100,7 @@ def left_alone(name: str) -> str:
     """Why a linear of the blocks stays in high precision whatever the targets, or an empty string."""
     if is_router(name):
         return "router: small, and its choices are sensitive to rounding"
-    if name.removesuffix(".weight").endswith("linear_attn.in_proj_ba"):
+    if name.removesuffix(".weight").endswith(("linear_attn.in_proj_ba", "linear_attn.in_proj_a", "linear_attn.in_proj_b")):
         return "decay and strength of a recurrent state: small, and errors in them add up over a text"
     return ""
 

@@ -29,6 +29,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                       shared_expert_intermediate_size=32, mlp_only_layers=[1])),
     "qwen3_next-dense": ("qwen3_next", dict(DELTA, layer_types=["linear_attention", "full_attention", "linear_attention"],
                                             linear_num_key_heads=4, num_experts=0, head_dim=16)),
+    "qwen3_5": ("qwen3_5_text", dict(DELTA, num_hidden_layers=4, head_dim=16)),
+    "qwen3_5-experts": ("qwen3_5_moe_text", dict(DELTA, layer_types=["full_attention", "linear_attention", "linear_attention"],
+                                                 num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                                                 shared_expert_intermediate_size=32)),
     "bamba": ("bamba", dict(attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=10)),
     "bamba-biased": ("bamba", dict(attn_layer_indices=[0, 2], mamba_n_heads=4, mamba_d_head=24, mamba_d_state=16, mlp_bias=True,
                                    mamba_proj_bias=True, mamba_conv_bias=False, attention_bias=True)),
@@ -99,7 +103,7 @@ def test_logits_equal_transformers(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_float64_equals_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left are the angles of the rotation, which are fp32 here; Granite has none. Longer than a chunk of both."""
+    """Longer than a chunk of both. What is left is rounding: nothing is computed otherwise."""
     model, config, weights = hybrid(case)
     runner = double_runner(config, weights, 40)
     runner.allocate_states(4)
@@ -109,9 +113,9 @@ def test_float64_equals_transformers(case: str, monkeypatch: pytest.MonkeyPatch)
         model.set_experts_implementation("eager")
     with torch.no_grad(), all_double(monkeypatch):
         want = model(torch.tensor([ids])).logits[0]
-    got = in_chunks(runner, ids, [3, 100], list(range(30)))
+        got = in_chunks(runner, ids, [3, 100], list(range(30)))  # the angles of the rotation, too
     assert got.dtype == want.dtype == torch.float64
-    assert (got - want).abs().max() < (1e-12 if config.rotary_dim == 0 else 1e-5)
+    assert (got - want).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("case", CASES)

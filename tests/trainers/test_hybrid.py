@@ -30,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(layer_types=MIDDLE, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
                        linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                        shared_expert_intermediate_size=32, mlp_only_layers=[1]),
+    "qwen3_5_text": dict(layer_types=MIDDLE, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+                         linear_num_value_heads=4),
     "bamba": dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16),
     "granitemoehybrid": dict(layer_types=MIDDLE, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, num_local_experts=4,
                              num_experts_per_tok=2, shared_intermediate_size=64, intermediate_size=32, embedding_multiplier=3.0,
@@ -39,6 +41,7 @@ LEFT = {
     "lfm2": {"conv.conv.weight"},
     "qwen3_next": {"linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.in_proj_ba.weight",
                    "linear_attn.norm.weight", "mlp.gate.weight", "mlp.shared_expert_gate.weight"},
+    "qwen3_5_text": {"linear_attn.conv1d.weight", "linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"},
     "bamba": {"mamba.conv1d.weight", "mamba.conv1d.bias", "mamba.A_log", "mamba.D", "mamba.dt_bias", "mamba.norm.weight"},
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Specs = str | QuantSpec | Mapping[str, str | QuantSpec]
 _EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 _BLOCK = re.compile(r".*\.layers\.\d+\..*\.weight")
-_DECAY = re.compile(r".*\.linear_attn\.in_proj_ba\.weight")
+_DECAY = re.compile(r".*\.linear_attn\.in_proj_(ba|a|b)\.weight")
 _ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate|weights_proj)\.weight")
 
 

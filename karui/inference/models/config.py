@@ -210,7 +210,8 @@ class ModelConfig:
         return self.num_layers - (0 if self.recurrent is None else sum(self.recurrent.layers))
 
 
-HYBRID = ("lfm2", "qwen3_next", "bamba", "granitemoehybrid")
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+HYBRID = ("lfm2", "bamba", "granitemoehybrid", *DELTA)
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 OLMO = ("olmo2", "olmo3")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
@@ -249,7 +250,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
                                "ignores it.")
     latent = _latent(config, kind, rope) if kind in LATENT else None
     head_dim = latent.rope if latent else config.get("head_dim") or config["hidden_size"] // heads
-    rotary_dim = int(head_dim * (partial or 0.25)) if kind == "qwen3_next" else head_dim // 2 if kind == "bamba" else None
+    rotary_dim = int(head_dim * (partial or 0.25)) if kind in DELTA else head_dim // 2 if kind == "bamba" else None
     if kind == "phi3" and partial not in (None, 1.0):
         rotary_dim = int(head_dim * partial)
     capped, scales = kind in ("gemma2", "gemma3_text"), {}
@@ -266,7 +267,8 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
         intermediate_size=_lfm2_width(config) if kind == "lfm2" else
-        config["shared_intermediate_size" if kind == "granitemoehybrid" else "intermediate_size"],
+        config["shared_intermediate_size" if kind == "granitemoehybrid" else "intermediate_size"]
+        if kind != "qwen3_5_moe_text" else config.get("intermediate_size", 0),  # its layers are mixtures all
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -279,7 +281,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         bool(config.get("attention_bias", kind == "gpt_oss")),
         o_bias=kind not in ("qwen2", "qwen2_moe") and bool(config.get("attention_bias", kind == "gpt_oss")),
         mlp_bias=kind not in LATENT[1:] and bool(config.get("mlp_bias", False)),
-        qk_norm=kind in ("qwen3", "qwen3_moe", "lfm2", "qwen3_next", "gemma3_text", *OLMO),
+        qk_norm=kind in ("qwen3", "qwen3_moe", "lfm2", "gemma3_text", *DELTA, *OLMO),
         sliding_window=_windows(config, kind, layers),
         rope_scaling=rope,
         activation=activation,
@@ -288,9 +290,9 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         latent=latent,
         extra_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
         recurrent=_recurrent(config, kind, layers) if kind in HYBRID else None,
-        norm_offset=1.0 if kind in ("qwen3_next", *GEMMA) else 0.0,
+        norm_offset=1.0 if kind in (*DELTA, *GEMMA) else 0.0,
         rotary_dim=rotary_dim,
-        attention_gate=kind == "qwen3_next",
+        attention_gate=kind in DELTA,
         shared_mlp=kind == "granitemoehybrid",
         norms=BOTH_NORMS if capped else POST_NORMS if kind in OLMO else PRE_NORMS,
         fused=kind == "phi3",
@@ -351,7 +353,7 @@ def _recurrent(config: dict[str, Any], kind: str, layers: int) -> Recurrent | No
         made = DeltaNet(layers=is_recurrent, key_heads=config["linear_num_key_heads"],
                         value_heads=config["linear_num_value_heads"], key_dim=config["linear_key_head_dim"],
                         value_dim=config["linear_value_head_dim"], taps=config["linear_conv_kernel_dim"],
-                        eps=config.get("rms_norm_eps", 1e-6))
+                        eps=config.get("rms_norm_eps", 1e-6), joint=kind == "qwen3_next")
     return made if any(is_recurrent) else None
 
 
@@ -401,13 +403,14 @@ def _mixture(config: dict[str, Any], kind: str, layers: int) -> Mixture | None:
         experts = config.get("num_local_experts")
         return Mixture(experts, config["num_experts_per_tok"], config["intermediate_size"], True, 0,
                        (True,) * layers) if experts else None
-    if not kind.endswith(("_moe", "_next")) or not config.get("num_experts", config.get("num_local_experts")):
+    if not kind.endswith(("_moe", "_next", "_moe_text")) or not config.get("num_experts", config.get("num_local_experts")):
         return None
     experts, every = config.get("num_experts") or config["num_local_experts"], config.get("decoder_sparse_step") or 1
     plain = config.get("mlp_only_layers") or ()
     return Mixture(
-        experts, config["num_experts_per_tok"], config["moe_intermediate_size"], bool(config.get("norm_topk_prob", False)),
-        config["shared_expert_intermediate_size"] if kind in ("qwen2_moe", "qwen3_next") else 0,
+        experts, config["num_experts_per_tok"], config["moe_intermediate_size"],
+        kind == "qwen3_5_moe_text" or bool(config.get("norm_topk_prob", False)),
+        config["shared_expert_intermediate_size"] if kind in ("qwen2_moe", *DELTA) else 0,
         tuple(i not in plain and (i + 1) % every == 0 for i in range(layers)),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Set
 import torch
 
 from karui.configs.errors import CorruptError
-from karui.inference.models.config import Latent, ModelConfig
+from karui.inference.models.config import DELTA, Latent, ModelConfig
 from karui.kernels.qtensor import QTensor
 
 Weights = Mapping[str, QTensor | torch.Tensor]
@@ -162,7 +162,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | 
     """
     shapes = expected_shapes(config)
     beyond = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
-    beyond += ("mtp.",) if config.model_type == "qwen3_next" else ()
+    beyond += ("mtp.",) if config.model_type in DELTA else ()
     given = {name: w for name, w in canonical(weights).items() if not _DERIVED.fullmatch(name) and not name.startswith(beyond)}
     if config.tied and "lm_head.weight" in given:
         _check_tied(given.pop("lm_head.weight"), given.get("model.embed_tokens.weight"))

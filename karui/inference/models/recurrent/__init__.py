@@ -1,7 +1,7 @@
 """Layers that keep a state of fixed size instead of keys and values: what stands beside attention in a hybrid model.
 
     short_conv.py   a gated convolution over a few tokens       LFM2
-    delta_net.py    the gated delta rule over a matrix per head  Qwen3-Next
+    delta_net.py    the gated delta rule over a matrix per head  Qwen3-Next, Qwen3.5
     mamba2.py       a selective state space per head             Granite 4 (granitemoehybrid), Bamba
     conv.py         the causal convolution that all three begin with
 

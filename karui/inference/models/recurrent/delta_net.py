@@ -1,4 +1,5 @@
-"""Gated DeltaNet, Qwen3-Next's linear attention: a memory matrix per head that forgets and overwrites (arXiv 2412.06464, eq. 10).
+"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: a memory matrix per head that forgets and overwrites (arXiv
+2412.06464, eq. 10).
 
 With g_t <= 0 the log of the decay, b_t in (0, 1) how much is overwritten, keys and queries of length 1:
 
@@ -31,7 +32,11 @@ LENGTH_EPS = 1e-6  # under the root of a key's length
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-    """See `Recurrent`. Each key head serves value_heads / key_heads value heads beside each other; `eps` of the gated norm."""
+    """See `Recurrent`. Each key head serves value_heads / key_heads value heads beside each other; `eps` of the gated norm.
+
+    joint: queries, keys, values and gate of a key head are beside each other in one projection, strengths and decays in another
+    (Qwen3-Next); else there are four projections (Qwen3.5).
+    """
 
     layers: tuple[bool, ...]
     key_heads: int
@@ -40,8 +45,12 @@ class DeltaNet:
     value_dim: int
     taps: int
     eps: float
+    joint: bool = True
     module: ClassVar[str] = "linear_attn"
-    projections: ClassVar[tuple[str, ...]] = ("in_proj_qkvz", "in_proj_ba")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return ("in_proj_qkvz", "in_proj_ba") if self.joint else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
     @property
     def inner(self) -> int:
@@ -53,21 +62,22 @@ class DeltaNet:
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         heads = (self.value_heads,)
-        return {"in_proj_qkvz.weight": (self._channels + self.inner, hidden), "in_proj_ba.weight": (2 * self.value_heads, hidden),
-                "conv1d.weight": (self._channels, 1, self.taps), "A_log": heads, "dt_bias": heads,
-                "norm.weight": (self.value_dim,), "out_proj.weight": (hidden, self.inner)}
+        widths = (self._channels + self.inner, 2 * self.value_heads) if self.joint else (
+            self._channels, self.inner, self.value_heads, self.value_heads)
+        found: dict[str, tuple[int, ...]] = {f"{n}.weight": (w, hidden) for n, w in zip(self.projections, widths, strict=True)}
+        return found | {"conv1d.weight": (self._channels, 1, self.taps), "A_log": heads, "dt_bias": heads,
+                        "norm.weight": (self.value_dim,), "out_proj.weight": (hidden, self.inner)}
 
     def parts(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
         return ((self.taps - 1, self._channels), False), ((self.value_heads, self.key_dim, self.value_dim), True)
 
     def mix(self, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor], state: tuple[torch.Tensor, ...],
             wide: torch.dtype) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        qkvz, ba = (x.unflatten(-1, (self.key_heads, -1)) for x in rows)
         each = self.value_heads // self.key_heads
-        parts = qkvz.split([self.key_dim, self.key_dim, each * self.value_dim, each * self.value_dim], -1)
-        z = parts[3].flatten(-2).unflatten(-1, (self.value_heads, self.value_dim))
-        overwrite, step = (x.flatten(-2).to(wide) for x in ba.split([each, each], -1))
-        x, tail = causal_conv(torch.cat([p.flatten(-2) for p in parts[:3]], -1), state[0], weights["conv1d.weight"], None, wide)
+        x, z, overwrite, step = self._taken_apart(rows, each) if self.joint else rows
+        z = z.unflatten(-1, (self.value_heads, self.value_dim))
+        overwrite, step = overwrite.to(wide), step.to(wide)
+        x, tail = causal_conv(x, state[0], weights["conv1d.weight"], None, wide)
         keys = self.key_heads * self.key_dim
         q, k, v = F.silu(x).to(rows[0].dtype).to(wide).split([keys, keys, self.inner], -1)
         q, k = (_unit(t.unflatten(-1, (self.key_heads, self.key_dim))).repeat_interleave(each, -2) for t in (q, k))
@@ -77,6 +87,12 @@ class DeltaNet:
         o, memory = rule(q * self.key_dim**-0.5, k, v, decay, overwrite.sigmoid(), state[1])
         o = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + self.eps) * weights["norm.weight"].to(wide) * F.silu(z.to(wide))
         return o.flatten(-2).to(rows[0].dtype), (tail, memory)
+
+    def _taken_apart(self, rows: Sequence[torch.Tensor], each: int) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values; gate; strengths; decays."""
+        qkvz, ba = (x.unflatten(-1, (self.key_heads, -1)) for x in rows)
+        q, k, v, z = (x.flatten(-2) for x in qkvz.split([self.key_dim, self.key_dim, *[each * self.value_dim] * 2], -1))
+        return torch.cat([q, k, v], -1), z, *(x.flatten(-2) for x in ba.split([each, each], -1))
 
 
 def recur(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b: torch.Tensor,
