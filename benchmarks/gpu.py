@@ -493,10 +493,10 @@ def gemms(s: Sizes, bf16: float) -> list[Figure]:
 
 def random_weight(n: int, k: int, group: int) -> Any:
     """A packed int4 weight [n, k]."""
-    from karui.kernels.gemm_weight import PackedWeight
+    from karui.kernels.gemm_weight import PackedWeight, span_of
 
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
-    return PackedWeight(data, torch.rand(n, k // group, device=DEVICE).half(), None, 4, 8, (n, k))
+    return PackedWeight(data, torch.rand(n, k // group, device=DEVICE).half(), None, 4, 8, (n, k), span=span_of(k, group))
 
 
 def experts(s: Sizes, bf16: float, copied: float) -> list[Figure]:

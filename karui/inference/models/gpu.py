@@ -446,7 +446,7 @@ class TritonRunner(TorchRunner):
             packed = [pack_weight(w) for w in coded]
         except UnsupportedError as error:
             reason = str(error)
-        kinds = {(q.spec.format, w.bits, w.middle, w.group, w.scale.dtype, w.zero is None) for q, w in zip(coded, packed)}
+        kinds = {(q.spec.format, w.bits, w.middle, w.group, w.scale.dtype, w.zero is None, w.span) for q, w in zip(coded, packed)}
         if len(packed) == len(weights) and len(kinds) == 1:
             self._packed = True
             return _concatenated(packed)

@@ -44,6 +44,7 @@ class PackedWeight:
         nvfp4    E2M1 * (scale / divisor)
 
     data: uint8 [N, K * bits / 8], lowest bits first (4 bits with high_first: the first of a pair in the high half).
+    span: 0, or 4-bit codes lie in words of 32 bits: word j of each `span` inputs holds those of the inputs j + p * span / 8.
     scale: fp32, bf16 or fp16 [N, G]; nvfp4: float8_e4m3fn [N, K / 16].
     zero: int32-valued uint8 [N, G] or None (then `middle`).  divisor: fp32 [N], nvfp4's scale of the whole tensor, row by row.
     """
@@ -57,6 +58,7 @@ class PackedWeight:
     high_first: bool = False
     form: Form = "int"
     divisor: torch.Tensor | None = None
+    span: int = 0
 
     @property
     def group(self) -> int:
@@ -116,8 +118,21 @@ def pack_weight(q: QTensor) -> PackedWeight:
     if form != "nvfp4" and group < k and not takes_group(group):
         raise UnsupportedError(f"{q.spec}: groups of {group}; the kernels take powers of two from 32 on, or whole rows.")
     zero = None if q.zero is None else q.zero.contiguous()
-    data = pack(codes, bits).contiguous()
-    return PackedWeight(data, scale.contiguous(), zero, bits, middle, (n, k), form=form, divisor=divisor)
+    span = span_of(k, group) if form == "int" and bits == 4 else 0
+    data = pack(in_words(codes, span) if span else codes, bits).contiguous()
+    return PackedWeight(data, scale.contiguous(), zero, bits, middle, (n, k), form=form, divisor=divisor, span=span)
+
+
+def span_of(k: int, group: int) -> int:
+    """Inputs whose 4-bit codes the kernel takes together, 0 where it cannot: a tensor core takes 16 inputs of each place in a
+    word at least, and these have one scale."""
+    return next((span for span in (256, 128) if k % span == 0 and (group == k or group % (span // 8) == 0)), 0)
+
+
+def in_words(codes: torch.Tensor, span: int) -> torch.Tensor:
+    """Codes [n, k] in the order in which `PackedWeight.span` puts them into words."""
+    n, k = codes.shape
+    return codes.view(n, k // span, 8, span // 8).transpose(2, 3).reshape(n, k)
 
 
 def gemm_weight(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto",
@@ -129,7 +144,8 @@ def gemm_weight(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = No
         from karui.kernels.gemm_weight import triton
 
         rows = x.reshape(-1, w.shape[1])
-        if backend == "auto" and rows.shape[0] >= DEQUANTIZE_ROWS * num_experts:
+        many = backend == "auto" and rows.shape[0] >= DEQUANTIZE_ROWS * num_experts
+        if many or (w.span and x.dtype != torch.bfloat16):  # words are decoded to bf16
             dense = triton.dequantize(w, x.dtype)
             if groups is not None:
                 return gemm_grouped(x, dense.view(num_experts, -1, w.shape[1]), groups)
@@ -145,7 +161,7 @@ def gemm_weight_dgrad(dy: torch.Tensor, w: PackedWeight, backend: Backend = "aut
         from karui.kernels.gemm_weight import triton
 
         rows = dy.reshape(-1, w.shape[0])
-        if backend == "auto" and rows.shape[0] >= DEQUANTIZE_ROWS:
+        if w.span or (backend == "auto" and rows.shape[0] >= DEQUANTIZE_ROWS):
             return dy @ triton.dequantize(w, dy.dtype)
         return triton.dgrad(rows, w).view(*dy.shape[:-1], w.shape[1])
     return dy @ reference.dequantize(w, dy.dtype)

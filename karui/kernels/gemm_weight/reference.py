@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 def codes(w: PackedWeight) -> torch.Tensor:
     """uint8 [N, K]."""
     data = ((w.data >> 4) | (w.data << 4)) if w.high_first else w.data
-    return unpack(data, w.bits, w.shape[1])
+    found = unpack(data, w.bits, w.shape[1])
+    if not w.span:
+        return found
+    n, k = found.shape
+    return found.view(n, k // w.span, w.span // 8, 8).transpose(2, 3).reshape(n, k)
 
 
 def dequantize(w: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:

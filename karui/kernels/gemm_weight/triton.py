@@ -7,6 +7,10 @@ the mantissa of 128 (one `lop3` for two codes); the 128 and the zero point leave
 where the scale is applied in fp32. NVFP4's groups of 16 are too short for a product each (a tensor core takes 16 inputs at
 least): their scales, E4M3, go onto the decoded values, exactly; so do those of 2-bit codes in groups of 32, rounded to x's dtype.
 
+Linears of 4-bit integers have a kernel of their own, `_gemm_words`: eight codes lie in a word, those of one place in it belong to
+neighbouring inputs. A thread then reads whole words, and x goes to the tensor cores as it lies in memory; with two codes a byte,
+gathering bytes and splitting x took three quarters of a step, and not the memory but the instructions were the limit.
+
 Few rows do not fill a GPU with tiles of N alone: K is split too, and the parts are added in a fixed order by `_add_parts`.
 
 Experts: the rows of x are sorted by expert, and W [E * N, K] is their weights one after the other. A tile of rows then comes from
@@ -144,6 +148,50 @@ def _every(x, place: tl.constexpr, EACH: tl.constexpr):
     return tl.trans(part)
 
 
+def _words_asm(less: int) -> str:
+    """Two words -> the bf16 pairs of each of their 8 places, $0 to $7: 128 + code, minus `less` when it is not 0."""
+    lines = [".reg .b32 l, h, c, one, less;", "prmt.b32 l, $8, $9, 0x5410;", "prmt.b32 h, $8, $9, 0x7632;"]
+    if less:
+        lines += ["mov.b32 one, 0x3f803f80;", f"mov.b32 less, 0x{_bf16_bits(torch.tensor([-float(less)]))[0] * 0x10001:08x};"]
+    for place in range(8):
+        half, shift = "lh"[place // 4], place % 4 * 4
+        if shift:
+            lines.append(f"shr.u32 c, {half}, {shift};")
+        lines.append(f"lop3.b32 ${place}, {'c' if shift else half}, 0x000f000f, 0x43004300, 0xea;")
+        if less:
+            lines.append(f"fma.rn.bf16x2 ${place}, ${place}, one, less;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_WORDS_ASM, _CENTRED_ASM = tl.constexpr(_words_asm(0)), tl.constexpr(_words_asm(128 + 8))
+_LESS_ASM = tl.constexpr("{\n.reg .b32 one;\nmov.b32 one, 0x3f803f80;\nfma.rn.bf16x2 $0, $1, one, $2;\n}")
+
+
+@triton.jit
+def _places(words, CENTRED: tl.constexpr):
+    """bf16 values of the 8 places in int32 words: code - 8 (CENTRED), or 128 + code."""
+    if _INTERPRETED:
+        shift: tl.constexpr = -8 if CENTRED else 128
+        return (_place(words, 0, shift), _place(words, 1, shift), _place(words, 2, shift), _place(words, 3, shift),
+                _place(words, 4, shift), _place(words, 5, shift), _place(words, 6, shift), _place(words, 7, shift))  # fmt: skip
+    return tl.inline_asm_elementwise(_CENTRED_ASM if CENTRED else _WORDS_ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
+                                     dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)  # fmt: skip
+
+
+@triton.jit
+def _place(words, place: tl.constexpr, shift: tl.constexpr):
+    return (((words >> (4 * place)) & 15) + shift).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def _less(value, shift):
+    """value - shift of bf16, exact for whole numbers below 256."""
+    if _INTERPRETED:
+        return (value.to(tl.float32) - shift.to(tl.float32)).to(tl.bfloat16)
+    value, shift = tl.broadcast(value, -shift)
+    return tl.inline_asm_elementwise(_LESS_ASM, "=r,r,r", [value, shift], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
 @triton.jit
 def _tile(tiles_ptr, M, BM: tl.constexpr, GROUPED: tl.constexpr):
     """(expert, first row, end of the rows) of this program."""
@@ -254,6 +302,60 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
         b = tl.load(b_ptr + row[:, None] * R + r[None, :], r[None, :] < R, 0.0)
         acc = dot(b, rounded, acc)
     _store(y_ptr, bias_ptr, acc, m, n, end, M, N, part, BIAS, PARTS)
+
+
+@triton.jit(do_not_specialize=["M", "steps"])
+def _gemm_words(x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, tiles_ptr, M, N, K, stride_x, num_groups, group, steps,
+                SPAN: tl.constexpr, TOGETHER: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
+                GROUPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """As `_gemm`, for words of int4 codes (`PackedWeight.span`) and x in bf16: steps of SPAN inputs, one scale for TOGETHER
+    places."""
+    WIDE: tl.constexpr = SPAN // 8
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    expert, first, end = _tile(tiles_ptr, M, BM, GROUPED)
+    m = first + tl.arange(0, BM)
+    part = tl.program_id(2)
+    j = tl.arange(0, WIDE)
+    row = expert * N + tl.minimum(n, N - 1)
+    w_row = w_ptr + row.to(tl.int64)[:, None] * (K // 8) + j[None, :]
+    x_row = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[:, None] * stride_x + j[None, :]
+    acc = tl.zeros([BN, BM], tl.float32)
+    stop = tl.minimum((part + 1) * steps, K // SPAN)
+    if GROUPED:
+        stop = tl.where(first < end, stop, 0)
+    for step in range(part * steps, stop):
+        values = _places(tl.load(w_row + step * WIDE), not ZERO)
+        product = tl.zeros([BN, BM], tl.float32)
+        for place in tl.static_range(8):
+            at = row * num_groups + (step * SPAN + place * WIDE) // group
+            value = values[place]
+            if ZERO:
+                value = _less(value, (tl.load(zero_ptr + at).to(tl.float32) + 128).to(tl.bfloat16)[:, None])
+            product = dot(value, tl.trans(tl.load(x_row + (step * SPAN + place * WIDE))), product)
+            if (place + 1) % TOGETHER == 0:
+                acc += product * tl.load(scale_ptr + at).to(tl.float32)[:, None]
+                product = tl.zeros([BN, BM], tl.float32)
+    _store(y_ptr, bias_ptr, acc, m, n, end, M, N, part, BIAS, PARTS)
+
+
+@triton.jit
+def _dequantize_words(w_ptr, scale_ptr, zero_ptr, y_ptr, N, K, num_groups, group, MIDDLE: tl.constexpr, SPAN: tl.constexpr,
+                      ZERO: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    WIDE: tl.constexpr = SPAN // 8
+    n, j = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, WIDE)
+    keep = (n < N)[:, None]
+    words = tl.load(w_ptr + n.to(tl.int64)[:, None] * (K // 8) + (tl.program_id(1) * WIDE + j)[None, :], keep, 0)
+    for place in tl.static_range(8):
+        first = tl.program_id(1) * SPAN + place * WIDE
+        at = n * num_groups + first // group
+        value = ((words >> (4 * place)) & 15).to(tl.float32)
+        if ZERO:
+            value -= tl.load(zero_ptr + at, n < N, 0).to(tl.float32)[:, None]
+        else:
+            value -= MIDDLE
+        value *= tl.load(scale_ptr + at, n < N, 0.0).to(tl.float32)[:, None]
+        to = y_ptr + n.to(tl.int64)[:, None] * K + (first + j)[None, :]
+        tl.store(to, value.to(y_ptr.dtype.element_ty), keep)
 
 
 @triton.jit(do_not_specialize=["size", "num_parts"])
@@ -410,7 +512,34 @@ def _parts_of(w: PackedWeight) -> dict[str, Any]:
 
 def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None = None) -> torch.Tensor:
     """y [M, N] of x [M, K]."""
-    return _product(x, w, bias, None, groups)[0]
+    return _of_words(x, w, bias, groups) if w.span else _product(x, w, bias, None, groups)[0]
+
+
+def _of_words(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None) -> torch.Tensor:
+    (m, k), n = x.shape, w.shape[0] // (1 if groups is None else groups.num_experts)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if not m:
+        return y
+    bm, row_tiles, tiles_of = _row_tiles(x, groups)
+    if bm <= 16:
+        candidates = [config(2, 4, BM=bm, BN=32), config(4, 3, BM=bm, BN=128)]
+    else:  # 128 by 64 on sm_100 asks for more tensor memory than there is, which Triton answers with a trap
+        candidates = [config(4, 3, BM=bm, BN=64), config(8, 3, BM=bm, BN=64)]
+    processors = num_processors(x.device)
+
+    def run(c: Config) -> None:
+        parts, steps = _split(triton.cdiv(n, c["BN"]) * row_tiles, k // w.span, processors, least=2)
+        out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device) if parts > 1 else y
+        _gemm_words[(triton.cdiv(n, c["BN"]), row_tiles, parts)](
+            x, w.data.view(torch.int32), w.scale, w.data if w.zero is None else w.zero, x if bias is None else bias, out,
+            tiles_of, m, n, k, x.stride(0), w.scale.shape[1], w.group, steps, SPAN=w.span, TOGETHER=min(8, w.group * 8 // w.span),
+            ZERO=w.zero is not None, BIAS=bias is not None, PARTS=parts > 1, GROUPED=groups is not None, **c())  # fmt: skip
+        if parts > 1:
+            _add(out, bias, y)
+
+    launch(("gemm_words", w.group, w.span, w.zero is None, bm, n, k, groups is None), candidates, run, x.device)
+    return y
 
 
 def gemm_lora(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
@@ -465,10 +594,10 @@ def _row_tiles(x: torch.Tensor, groups: Groups | None) -> tuple[int, int, torch.
     return rows, triton.cdiv(x.shape[0], rows), x
 
 
-def _split(tiles: int, num_steps: int, processors: int) -> tuple[int, int]:
-    """(parts of K, steps of each): about four programs per multiprocessor hide each other's waits; a part has four steps or more,
-    else it is mostly start and end."""
-    parts = max(1, min(4 * processors // tiles, num_steps // 4))
+def _split(tiles: int, num_steps: int, processors: int, least: int = 4) -> tuple[int, int]:
+    """(parts of K, steps of each): about four programs per multiprocessor hide each other's waits; a part has `least` steps or
+    more, else it is mostly start and end."""
+    parts = max(1, min(4 * processors // tiles, num_steps // least))
     steps = triton.cdiv(num_steps, parts)
     return triton.cdiv(num_steps, steps), steps
 
@@ -484,6 +613,11 @@ def dequantize(w: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """W [N, K] in `dtype`."""
     y = torch.empty(w.shape, dtype=dtype, device=w.data.device)
     n, k = w.shape
+    if w.span:
+        _dequantize_words[(triton.cdiv(n, 16), k // w.span)](
+            w.data.view(torch.int32), w.scale, w.data if w.zero is None else w.zero, y, n, k, w.scale.shape[1], w.group,
+            MIDDLE=w.middle, SPAN=w.span, ZERO=w.zero is not None, BN=16)  # fmt: skip
+        return y
     _dequantize[(triton.cdiv(n, 16), triton.cdiv(k, 512))](y_ptr=y, **_parts_of(w), BN=16, BK=512)
     return y
 
@@ -607,6 +741,20 @@ def offline_cases() -> list[Case]:
             quick = (90,) if name in ("int4 g128", "nf4 lora", "int4 g128 experts") else ()
             cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4,
                               2 if "fp32" in name else 4, odd, quick))  # fmt: skip
+    of_words = types(_gemm_words, w_ptr="*i32")
+    hopper = bf16 | {90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*bf16"}
+    for name, zero, together, bm, bn, warps, parts in [
+        ("g128, few rows", False, 4, 16, 32, 2, True), ("g128", False, 4, 64, 64, 4, False),
+        ("affine g32", True, 1, 16, 32, 2, False), ("experts", False, 4, 16, 128, 4, False),
+    ]:  # fmt: skip
+        constants = {"SPAN": 256, "TOGETHER": together, "ZERO": zero, "BIAS": False, "PARTS": parts, "GROUPED": name == "experts",
+                     "BM": bm, "BN": bn}  # fmt: skip
+        cases.append(Case(f"gemm_weight int4 words {name}", _gemm_words, of_words, constants, hopper, warps,
+                          4 if warps == 2 else 3, ("M", "steps", "num_groups"), (90,) if "few" in name else ()))  # fmt: skip
+    cases.append(Case("gemm_weight dequantize int4 words", _dequantize_words,
+                      types(_dequantize_words, w_ptr="*i32", y_ptr="*bf16"),
+                      {"MIDDLE": 8, "SPAN": 256, "ZERO": False, "BN": 16}, {cc: r"st\.global\.v[24]" for cc in bf16},
+                      odd=("num_groups",), quick=()))  # fmt: skip
     shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
     for lora in (0, 16):
         constants = shared | {"LORA": lora > 0, "BM": 64, "BN": 32, "BJ": 64, "BR": 16}

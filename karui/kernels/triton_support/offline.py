@@ -83,7 +83,8 @@ def compile_for(kernel: Any, signature: dict[str, str], constexprs: dict[str, An
     """Compile `kernel` to machine code for compute capability `cc`.
 
     Raises:
-        KaruiError: the interpreter is on, an argument without a type, or more shared memory than the chip has.
+        KaruiError: the interpreter is on, an argument without a type, more shared memory than the chip has, or a kernel that
+            Triton gave up on.
     """
     if interpreting():
         raise KaruiError("offline compilation needs the compiler: unset TRITON_INTERPRET.")
@@ -106,6 +107,8 @@ def compile_for(kernel: Any, signature: dict[str, str], constexprs: dict[str, An
     shared = int(made.metadata.shared)
     if shared > SHARED_LIMIT[cc]:
         raise KaruiError(f"{kernel.__name__}: {shared} bytes of shared memory, compute capability {cc} has {SHARED_LIMIT[cc]}.")
+    if re.search(r"^\s*trap;", made.asm["ptx"], re.MULTILINE):
+        raise KaruiError(f"{kernel.__name__}: compiled into a trap for compute capability {cc} (more tensor memory than there is).")
     return Compiled(made.asm["ptx"], shared, cc)
 
 

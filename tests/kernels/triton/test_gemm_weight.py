@@ -190,3 +190,18 @@ def test_inputs_on_the_int8_grid_of_their_rows(dtype, device, rng):
     got, want = (on_int8_rows(part, backend) for part in (x[..., :66],) for backend in ("triton", "torch"))
     assert torch.equal(got.float(), want.float()) if dtype == torch.float32 else (got - want).abs().max() <= 2**-7 * want.abs().max()
     assert torch.equal(got[0, 1], torch.zeros_like(got[0, 1])) and got.dtype == dtype
+
+
+@pytest.mark.parametrize(("spec", "k", "span"), [("w4g32", 512, 256), ("w4g32a", 384, 128), ("w4g128", 768, 256), ("w4", 640, 128), ("w4g64a", 1024, 256)])
+def test_words_of_eight_codes(spec, k, span, device, rng):
+    q, w = weight(spec, 50, k, device, rng)
+    assert w.span == span and torch.equal(reference.dequantize(w), q.dequantize())
+    assert torch.equal(dequantize_weight(w, torch.float32, "triton"), q.dequantize())
+    bias = torch.randn(50, generator=rng, device=device)
+    for m in (1, 21, 70):
+        x = torch.randn(m, k, generator=rng, device=device)
+        want = x.bfloat16().double() @ q.dequantize().double().t() + bias.double()
+        close(gemm_weight(x.bfloat16(), w, bias, "triton"), want, torch.bfloat16)
+        close(gemm_weight(x, w, bias, "triton"), x.double() @ q.dequantize().double().t() + bias.double(), torch.float32)
+    some = torch.tensor([3, 49, 3], device=device)
+    assert torch.equal(dequantize_weight(w.rows(some), torch.float32, "triton"), q.dequantize()[some])

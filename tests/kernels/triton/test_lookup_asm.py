@@ -1,11 +1,12 @@
 """The inline assembly of `gemm_weight`, which neither the interpreter nor an absent GPU runs, read instruction by instruction.
 
-`run` follows the PTX manual for the few instructions that the blocks hold: shr, and, mov, lop3 with 0xea = (a & b) | c, and prmt in its
-default mode, where a selector's digit is 0..7 (with its fourth bit set the sign would be repeated: refused here).
+`run` follows the PTX manual for the few instructions that the blocks hold: shr, and, mov, fma of bf16 pairs, lop3 with 0xea = (a & b) | c,
+and prmt in its default mode, where a selector's digit is 0..7 (with its fourth bit set the sign would be repeated: refused here).
 """
 
 import random
 import re
+import struct
 
 import pytest
 import torch
@@ -17,8 +18,23 @@ from karui.kernels.quantize.elements import E2M1, values
 from karui.kernels.quantize.nf4 import CODEBOOK
 
 
-def run(assembly, word):
-    held = {"$4": word}
+def bf16(bits):
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+
+
+def fma(a, b, c):
+    """a * b + c of two bf16 pairs, rounded to bf16 (exactly: what does not fit is refused)."""
+    out = 0
+    for shift in (0, 16):
+        x, y, z = (bf16(v >> shift & 0xFFFF) for v in (a, b, c))
+        bits = struct.unpack("<I", struct.pack("<f", x * y + z))[0]
+        assert not bits & 0xFFFF
+        out |= bits >> 16 << shift
+    return out
+
+
+def run(assembly, *words, first=4):
+    held = {f"${first + i}": word for i, word in enumerate(words)}
 
     def value(name):
         return held[name] if name in held else int(name, 0)
@@ -26,7 +42,8 @@ def run(assembly, word):
     for line in assembly.strip("{}\n").split("\n"):
         if line.startswith(".reg"):
             continue
-        name, to, *given = re.fullmatch(r"(\w+)\.\w+ (.*);", line).group(1), *re.fullmatch(r"\S+ (.*);", line).group(1).split(", ")
+        name, arguments = re.fullmatch(r"(\w+)\.\S+ (.*);", line).groups()
+        to, *given = arguments.split(", ")
         a, b, c, table = (list(map(value, given)) + [0] * 4)[:4]
         if name == "mov":
             out = a
@@ -34,6 +51,8 @@ def run(assembly, word):
             out = a >> b
         elif name == "and":
             out = a & b
+        elif name == "fma":
+            out = fma(a, b, c)
         elif name == "lop3":
             assert table == 0xEA
             out = (a & b) | c
@@ -42,7 +61,7 @@ def run(assembly, word):
             both = (b << 32 | a).to_bytes(8, "little")
             out = int.from_bytes(bytes(both[c >> 4 * i & 7] for i in range(4)), "little")
         held[to] = out & 0xFFFFFFFF
-    return [held[f"${i}"] for i in range(4)]
+    return [held[f"${i}"] for i in range(first)]
 
 
 @pytest.mark.parametrize(("name", "entries"), [("_NF4_ASM", CODEBOOK), ("_E2M1_ASM", values(E2M1).tolist()), ("_ASM", [128.0 + i for i in range(16)])])
@@ -55,3 +74,22 @@ def test_every_code_at_every_place(name, entries):
         for shift, pair in ((0, outs[:2]), (4, outs[2:])):
             got = [pair[i // 2] >> 16 * (i % 2) & 0xFFFF for i in range(4)]
             assert got == [table[c >> shift & 15] & 0xFFFF for c in codes]
+
+
+@pytest.mark.parametrize(("name", "shift"), [("_WORDS_ASM", 128), ("_CENTRED_ASM", -8)])
+def test_every_place_of_words(name, shift):
+    draw = random.Random(0)
+    for _ in range(200):
+        words = [draw.randrange(2**32) for _ in range(2)]
+        for place, pair in enumerate(run(getattr(kernels, name).value, *words, first=8)):
+            assert [bf16(pair & 0xFFFF), bf16(pair >> 16)] == [(w >> 4 * place & 15) + shift for w in words]
+
+
+def test_a_zero_point_leaves_exactly():
+    to_bits = lambda v: struct.unpack("<I", struct.pack("<f", v))[0] >> 16  # noqa: E731
+    for code in range(16):
+        for zero in range(16):
+            pair = to_bits(128.0 + code) | to_bits(143.0) << 16
+            less = to_bits(-128.0 - zero) * 0x10001
+            (out,) = run(kernels._LESS_ASM.value, pair, less, first=1)
+            assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [code - zero, 15 - zero]
