@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.distill.prune.experts import prune_experts, router_mass
-from karui.distill.prune.layers import block_influence, drop_layers
+from karui.distill.prune.layers import block_influence, drop_layers, keep_layers
 from karui.distill.prune.sparsegpt import prune_matrix, prune_sparse, read_pattern
 from karui.distill.prune.width import prune_width
 
@@ -42,6 +42,35 @@ def test_dropped_layers_leave_a_model_folder(tmp_path):
     assert done.kept_layers == (0, 2, 4) and model.model.layers[1] is third
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2]
     assert reloaded(model, tmp_path).config.num_hidden_layers == 3
+
+
+LATENT = dict(num_key_value_heads=6, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+              n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=16, n_group=1, topk_group=1)
+INDEXED = dict(LATENT, index_n_heads=4, index_head_dim=16, index_topk=4)
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("deepseek_v3", dict(LATENT, first_k_dense_replace=2)), ("deepseek_v32", dict(INDEXED, first_k_dense_replace=1)),
+    ("glm_moe_dsa", dict(INDEXED, first_k_dense_replace=3, indexer_types=["full", "shared", "full", "shared", "full"])),
+    ("gemma3_text", dict(sliding_window=4, sliding_window_pattern=2)), ("olmo3", dict(sliding_window=4)),
+    ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2, decoder_sparse_step=2, mlp_only_layers=[3])),
+])
+def test_layers_keep_their_kind(kind, options, tmp_path):
+    """Dense or experts, window or none, indexer or none: the kept layers are what they were, in the folder, too, and the engine
+    computes what transformers does."""
+    from karui.inference.bundle.reader import open_model
+    from karui.inference.models.config import from_hf
+    from karui.inference.models.decoder import TorchRunner
+    from tests.inference.conftest import tiny
+    from tests.inference.test_decoder import batch_of
+
+    model = tiny(kind, num_hidden_layers=5, pad_token_id=0, **options)[0]
+    drop_layers(model, 3)
+    again = reloaded(model, tmp_path)
+    opened = open_model(tmp_path)
+    runner = TorchRunner(from_hf(opened.config), dict(opened.weights()))
+    runner.allocate(4, 4, "float32")
+    assert (runner.forward(batch_of((list(range(9)), 0, [0, 1, 2]))).logits - logits(again)[0]).abs().max() < 1e-4
 
 
 def test_a_layer_that_does_nothing_has_no_influence_and_goes_first():
@@ -175,6 +204,18 @@ def test_bad_requests_are_named():
         prune_width(llama(), rows(), intermediate=64)
     with pytest.raises(UnsupportedError, match="not built like llama"):
         prune_width(moe(), rows(), hidden=8)
+    from tests.inference.conftest import tiny
+
+    with pytest.raises(UnsupportedError, match="hidden channels of a gemma"):
+        prune_width(tiny("gemma")[0], rows(), hidden=8)
+    for kind in ("gemma2", "olmo2"):
+        with pytest.raises(UnsupportedError, match="not built like llama"):
+            prune_width(tiny(kind, pad_token_id=0)[0], rows(), intermediate=8)
+    with pytest.raises(UnsupportedError, match="2 groups of experts"):
+        prune_experts(tiny("deepseek_v3", first_k_dense_replace=1, **{**LATENT, "n_group": 2})[0], rows(), 2)
+    shared = dict(INDEXED, first_k_dense_replace=3, indexer_types=["full", "shared", "full"])
+    with pytest.raises(UnsupportedError, match="layer 1 has no indexer"):
+        keep_layers(tiny("glm_moe_dsa", **shared)[0], [1, 2])
     with pytest.raises(UnsupportedError, match="no mixture"):
         prune_experts(llama(), rows(), 2)
     with pytest.raises(KaruiError, match=r"expected 2 \(experts per token\) to 5"):

@@ -24,12 +24,15 @@ def prune_experts(model: nn.Module, rows: Sequence[torch.Tensor], keep: int) -> 
     """Leave `keep` experts in every mixture layer.
 
     Raises:
-        UnsupportedError: no mixture layer with stacked experts and a router that is one matrix.
+        UnsupportedError: no mixture layer with stacked experts and a router that is one matrix; experts in groups.
         KaruiError: fewer experts than a token is sent to, or nothing to drop.
     """
     blocks = mixtures(model)
     config: Any = model.config
     have = blocks[0][1].experts.down_proj.shape[0]
+    if (groups := getattr(config, "n_group", None) or 1) > 1:
+        raise UnsupportedError(f"prune: the router chooses among {groups} groups of experts of one size, which dropping single "
+                               "experts would break.")
     active = int(getattr(config, "num_experts_per_tok", 1))
     if not active <= keep < have:
         raise KaruiError(f"prune: keep_experts is {keep}; expected {active} (experts per token) to {have - 1}.")
@@ -77,9 +80,11 @@ def router_mass(model: nn.Module, rows: Sequence[torch.Tensor]) -> dict[str, tor
     def watch(name: str, gate: Any) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             logits = args[0].reshape(-1, args[0].shape[-1]).float() @ gate.weight.float().T
-            best = logits.softmax(-1).topk(active, dim=-1)
+            bias = getattr(gate, "e_score_correction_bias", None)  # DeepSeek-V3: chosen by sigmoid and bias, weighed by sigmoid
+            scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+            best = (scores if bias is None else scores + bias.float()).topk(active, dim=-1).indices
             seen = torch.zeros(gate.weight.shape[0], dtype=torch.float64)
-            seen.index_add_(0, best.indices.flatten().cpu(), best.values.flatten().double().cpu())
+            seen.index_add_(0, best.flatten().cpu(), scores.gather(-1, best).flatten().double().cpu())
             mass[name] = mass[name] + seen if name in mass else seen
 
         return hook

@@ -8,11 +8,12 @@ distillation often starts from as well or better.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from karui.configs.errors import KaruiError
+from karui.configs.errors import KaruiError, UnsupportedError
 from karui.distill import capture
 from karui.distill.prune import Pruned, decoder, forward
 
@@ -59,15 +60,29 @@ def block_influence(model: nn.Module, rows: Sequence[torch.Tensor]) -> list[floa
 
 
 def keep_layers(model: nn.Module, kept: Sequence[int]) -> None:
-    """Leave the named layers, in order, and make the configuration agree."""
+    """Leave the named layers, in order, and make the configuration agree.
+
+    Raises:
+        UnsupportedError: the first layer left uses what the indexer of a layer before it picked.
+    """
+    kinds = getattr(model.config, "indexer_types", None)
+    if kinds and kinds[kept[0]] != "full":
+        raise UnsupportedError(f"prune: layer {kept[0]} has no indexer and uses what the layer before it picked; it cannot come "
+                               "first.")
     body = decoder(model)
     body.layers = nn.ModuleList(body.layers[i] for i in kept)
     for at, layer in enumerate(body.layers):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = at
-    config = model.config
-    config.num_hidden_layers = len(kept)  # type: ignore[union-attr]
-    for key in ("layer_types", "no_rope_layers"):
+    config: Any = model.config
+    config.num_hidden_layers = len(kept)
+    for key in ("layer_types", "no_rope_layers", "mlp_layer_types", "indexer_types"):
         if isinstance(value := getattr(config, key, None), (list, tuple)):
             setattr(config, key, [value[i] for i in kept])
+    if isinstance(dense := getattr(config, "first_k_dense_replace", None), int):
+        config.first_k_dense_replace = sum(i < dense for i in kept)
+    if hasattr(config, "mlp_only_layers") and hasattr(config, "decoder_sparse_step"):
+        every, plain = config.decoder_sparse_step or 1, config.mlp_only_layers or ()
+        config.mlp_only_layers = [at for at, i in enumerate(kept) if i in plain or (i + 1) % every]
+        config.decoder_sparse_step = 1

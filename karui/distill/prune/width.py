@@ -32,6 +32,9 @@ def prune_width(model: nn.Module, rows: Sequence[torch.Tensor], *, intermediate:
     config: Any = model.config
     body = decoder(model)
     _check_layout(body.layers)
+    if hidden is not None and str(config.model_type).startswith("gemma"):
+        raise UnsupportedError("prune: hidden channels of a gemma are not dropped: its embeddings are scaled by the root of "
+                               "their number. Drop layers or neurons instead.")
     sizes = {"intermediate": (intermediate, config.intermediate_size), "kv_heads": (kv_heads, config.num_key_value_heads),
              "hidden": (hidden, config.hidden_size)}
     wanted = {name: value for name, (value, _) in sizes.items() if value is not None}
@@ -156,6 +159,12 @@ def _check_layout(layers: nn.ModuleList) -> None:
         names = dict(layer.named_modules())
         missing = [n for n in _NEEDED if n not in names]
         extra = [n for n, m in names.items() if isinstance(m, nn.Linear) and n not in _NEEDED]
+        head = getattr(names.get("self_attn"), "head_dim", None)
+        for name, module in names.items():  # norms behind the layers, or over all heads together
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.ndim == 1 and name not in _NEEDED and (
+                    name not in ("self_attn.q_norm", "self_attn.k_norm") or len(weight) != head):
+                extra.append(name)
         if missing or extra:
             raise UnsupportedError(f"layer {i} is not built like llama's (missing {missing}, unknown {extra}); width pruning "
                                    "would cut it wrongly. Drop layers instead.")
