@@ -25,6 +25,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", dict(layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True, block_multiple_of=16)),
     "lfm2-biased": ("lfm2", dict(layer_types=["conv", "conv", "full_attention"], conv_bias=True, conv_L_cache=5,
                                  block_auto_adjust_ff_dim=False)),
+    "lfm2-experts": ("lfm2_moe", dict(layer_types=["conv", "full_attention", "conv"], num_experts=6, num_experts_per_tok=3,
+                                      moe_intermediate_size=24, num_dense_layers=1, routed_scaling_factor=1.5)),
+    "lfm2-experts-plain": ("lfm2_moe", dict(layer_types=["full_attention", "conv", "conv"], num_experts=4, num_experts_per_tok=2,
+                                            moe_intermediate_size=24, num_dense_layers=0, use_expert_bias=False)),
     "qwen3_next": ("qwen3_next", dict(DELTA, num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
                                       shared_expert_intermediate_size=32, mlp_only_layers=[1])),
     "qwen3_next-dense": ("qwen3_next", dict(DELTA, layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -52,6 +56,9 @@ def hybrid(case: str, seed: int = 0) -> tuple[Any, Any, dict[str, torch.Tensor]]
         for p in model.parameters():
             if p.ndim > 1:
                 p.mul_(0.33)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.normal_()
     return model, config, {name: w.clone() for name, w in model.state_dict().items() if name in weights}
 
 

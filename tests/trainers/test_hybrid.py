@@ -27,6 +27,8 @@ SIZES: dict[str, Any] = dict(vocab_size=259, hidden_size=64, intermediate_size=9
 MIDDLE = ["linear_attention", "full_attention", "linear_attention"]
 KINDS: dict[str, dict[str, Any]] = {
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True, block_auto_adjust_ff_dim=False),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"], num_experts=4, num_experts_per_tok=2, num_dense_layers=1,
+                     moe_intermediate_size=32),
     "qwen3_next": dict(layer_types=MIDDLE, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
                        linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                        shared_expert_intermediate_size=32, mlp_only_layers=[1]),
@@ -58,6 +60,9 @@ def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
             for p in model.parameters():
                 if p.ndim > 1:
                     p.normal_(std=0.1)
+            for name, buffer in model.named_buffers():
+                if name.endswith("expert_bias"):
+                    buffer.normal_()
         found[kind] = tmp_path_factory.mktemp(kind)
         model.save_pretrained(found[kind])
         for file in tiny_folder.glob("tokenizer*"):
@@ -162,7 +167,7 @@ def test_what_a_recurrent_state_cannot_take_part_in(folders: dict[str, Path], ma
             run_recipe(make_recipe(model=model, prepare=[], objective={"kind": kind}))
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "bamba"])
+@pytest.mark.parametrize("kind", ["lfm2_moe", "qwen3_next", "bamba"])
 def test_rollouts_come_from_the_engine(kind: str, folders: dict[str, Path], make_recipe: Any) -> None:  # noqa: F811
     """The engine takes the trainer's weights, states' included: what it drew has the trainer's own probabilities."""
     objective = {"kind": "on-policy", "teacher": {"name": str(folders[kind])}, "max_new_tokens": 8, "max_drift": 1e-4}

@@ -30,6 +30,7 @@ class Mixture:
         shared_gate: the shared expert is behind a sigmoid gate (Qwen), else added as it is (DeepSeek).
         router: its name. biased: router and experts have biases. clamp: (alpha, limit) of experts that return
             (up + 1) gate sigmoid(alpha gate), gate below the limit and up within it on both sides (gpt-oss); None: silu(gate) up.
+        corrected: with `sigmoid`, there is that bias. share_eps: added to the sum that shares are divided by (LFM2).
     """
 
     experts: int
@@ -47,6 +48,8 @@ class Mixture:
     router: str = "gate"
     biased: bool = False
     clamp: tuple[float, float] | None = None
+    corrected: bool = True
+    share_eps: float = 0.0
 
     def __post_init__(self) -> None:
         each = self.experts // self.groups
@@ -211,7 +214,8 @@ class ModelConfig:
 
 
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-HYBRID = ("lfm2", "bamba", "granitemoehybrid", *DELTA)
+LFM2 = ("lfm2", "lfm2_moe")
+HYBRID = (*LFM2, "bamba", "granitemoehybrid", *DELTA)
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 OLMO = ("olmo2", "olmo3")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
@@ -219,7 +223,8 @@ SUPPORTED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "bitnet", "mixtr
              *GEMMA, *OLMO, *LATENT, *HYBRID)
 ACTIVATIONS = ("silu", "relu2", "gelu_pytorch_tanh")
 _EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4, "gpt_oss": 2}  # each so many-th layer has no window
-_THETAS = {"gemma3_text": 1_000_000.0, "lfm2": 1_000_000.0, "olmo2": 500_000.0, "olmo3": 500_000.0, "gpt_oss": 150_000.0}
+_THETAS = {"gemma3_text": 1_000_000.0, "olmo2": 500_000.0, "olmo3": 500_000.0, "gpt_oss": 150_000.0,
+           **dict.fromkeys(LFM2, 1_000_000.0)}
 
 
 def special_floats(value: Any) -> Any:
@@ -273,15 +278,15 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        norm_eps=config.get("norm_eps", 1e-5) if kind == "lfm2" else config.get("rms_norm_eps", 1e-6),
+        norm_eps=config.get("norm_eps", 1e-5) if kind in LFM2 else config.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         max_context=config["max_position_embeddings"],
-        tied=config.get("tie_embedding", config.get("tie_word_embeddings", kind == "lfm2")),
+        tied=config.get("tie_embedding", config.get("tie_word_embeddings", kind in LFM2)),
         qkv_bias=bool(config.get("qkv_bias", True)) if kind.startswith("qwen2") else
         bool(config.get("attention_bias", kind == "gpt_oss")),
         o_bias=kind not in ("qwen2", "qwen2_moe") and bool(config.get("attention_bias", kind == "gpt_oss")),
         mlp_bias=kind not in LATENT[1:] and bool(config.get("mlp_bias", False)),
-        qk_norm=kind in ("qwen3", "qwen3_moe", "lfm2", "gemma3_text", *DELTA, *OLMO),
+        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text", *LFM2, *DELTA, *OLMO),
         sliding_window=_windows(config, kind, layers),
         rope_scaling=rope,
         activation=activation,
@@ -333,7 +338,7 @@ def _rope(config: dict[str, Any], kind: str) -> tuple[dict[str, Any], float, flo
 def _recurrent(config: dict[str, Any], kind: str, layers: int) -> Recurrent | None:
     """The recurrent layers of a hybrid, None where there are none."""
     kinds = config.get("layer_types")
-    if kind == "lfm2":
+    if kind in LFM2:
         attention = config.get("full_attn_idxs")
         kinds = kinds or ["full_attention" if attention is None or i in attention else "conv" for i in range(layers)]
         is_recurrent = _layers_of("conv", kinds, kind, layers)
@@ -396,6 +401,12 @@ def _mixture(config: dict[str, Any], kind: str, layers: int) -> Mixture | None:
             config.get("num_local_experts") or config["num_experts"], config["num_experts_per_tok"], config["intermediate_size"],
             True, 0, (True,) * layers, router="router", biased=True,
             clamp=(config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)))
+    if kind == "lfm2_moe":
+        return Mixture(
+            config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"],
+            bool(config.get("norm_topk_prob", True)), 0, tuple(i >= config.get("num_dense_layers", 2) for i in range(layers)),
+            sigmoid=True, corrected=bool(config.get("use_expert_bias", True)), share_eps=1e-6,
+            scaling=float(config.get("routed_scaling_factor") or 1.0))
     if kind == "mixtral":
         return Mixture(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True, 0,
                        (True,) * layers)

@@ -322,7 +322,7 @@ class TorchRunner:
         if m.biased:
             logits = logits + self._weight(f"{router}.bias", self._wide)
         score = logits.sigmoid() if m.sigmoid else logits.softmax(-1)
-        rank = score + self._weight(f"{router}.{CORRECTION}", self._wide) if m.sigmoid else score
+        rank = score + self._weight(f"{router}.{CORRECTION}", self._wide) if m.sigmoid and m.corrected else score
         if m.groups > 1:
             best = rank.unflatten(-1, (m.groups, -1)).topk(m.group_best, -1).values.sum(-1).topk(m.groups_kept, -1).indices
             kept = torch.zeros(len(h), m.groups, dtype=torch.bool, device=h.device).scatter_(-1, best, True)
@@ -330,7 +330,7 @@ class TorchRunner:
         chosen = rank.topk(m.per_token, -1).indices
         share = score.gather(-1, chosen)
         if m.normalized:
-            share = share / share.sum(-1, keepdim=True)
+            share = share / (share.sum(-1, keepdim=True) + m.share_eps)
         return share * m.scaling, chosen
 
     def _linear(self, x: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -13,6 +13,8 @@ from karui.kernels.qtensor import QTensor
 
 Weights = Mapping[str, QTensor | torch.Tensor]
 
+CORRECTION = "e_score_correction_bias"
+"""What is added to the experts' scores where they are chosen; kept in fp32."""
 # Mixtral's files name an expert's linears as the paper does.
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _GRANITE_NAMES = {"block_sparse_moe.router.layer.": "block_sparse_moe.router.",
@@ -24,13 +26,12 @@ _HYBRID_NAMES = {  # LFM2, Bamba, Granite
     "self_attn.out_proj": "self_attn.o_proj", "self_attn.q_layernorm": "self_attn.q_norm",
     "self_attn.k_layernorm": "self_attn.k_norm", "model.embedding_norm": "model.norm", "model.final_layernorm": "model.norm",
     **{f"feed_forward.{theirs}": f"mlp.{ours}" for w, ours in _MIXTRAL.items() for theirs in (w, ours)},
+    "feed_forward.gate": "mlp.gate", "feed_forward.experts": "mlp.experts", "feed_forward.expert_bias": f"mlp.gate.{CORRECTION}",
     "block_sparse_moe.router": "mlp.gate", "block_sparse_moe.experts": "mlp.experts",
 }
 _HYBRID = re.compile(r"\b(" + "|".join(map(re.escape, _HYBRID_NAMES)) + r")((?:\..*)?)$")
 WIDE = ("A_log", "dt_bias", "D")
 """What decides how fast a recurrent state decays; kept in fp32."""
-CORRECTION = "e_score_correction_bias"
-"""What is added to the experts' scores where they are chosen; kept in fp32."""
 # Old checkpoints store what the config already determines.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -51,6 +52,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{layer}{name}.bias"] = (out,)
         for name in filter(None, config.norms):
             shapes[f"{layer}{name}.weight"] = (h,)
+        if config.mixture is not None and config.mixture.sigmoid and config.mixture.corrected and config.mixture.layers[i]:
+            shapes[f"{layer}mlp.gate.{CORRECTION}"] = (config.mixture.experts,)
         if config.recurrent is not None and recurrent:
             shapes |= {f"{layer}{config.recurrent.module}.{name}": shape for name, shape in config.recurrent.shapes(h).items()}
             continue
@@ -64,7 +67,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}mlp.ffn_sub_norm.weight"] = (f,)
         if config.latent is not None:
             shapes |= {f"{layer}self_attn.{name}": (n,) for name, n in _latent_norms(config.latent, i).items()}
-        if config.mixture is not None and config.mixture.sigmoid and config.mixture.layers[i]:
+        if config.mixture is not None and config.mixture.sigmoid and config.mixture.corrected and config.mixture.layers[i]:
             shapes[f"{layer}mlp.gate.{CORRECTION}"] = (config.mixture.experts,)
     return shapes
 
@@ -124,8 +127,9 @@ def _feed_forward(config: ModelConfig, layer: int) -> list[tuple[str, int, int, 
 
 
 def transformers_name(name: str) -> str:
-    """A stored tensor's name in transformers' model: files of mixtral and Granite name experts otherwise."""
-    name = re.sub(r"block_sparse_moe\.experts\.(\d+)\.(w\d)\.", lambda m: f"mlp.experts.{m[1]}.{_MIXTRAL[m[2]]}.", name)
+    """A stored tensor's name in transformers' model: files of mixtral, Granite and LFM2 name experts otherwise."""
+    name = re.sub(r"(block_sparse_moe|feed_forward)\.experts\.(\d+)\.(w\d)\.", lambda m: (
+        f"{'mlp' if m[1] == 'block_sparse_moe' else m[1]}.experts.{m[2]}.{_MIXTRAL[m[3]]}."), name)
     return _GRANITE.sub(lambda m: _GRANITE_NAMES[m[0]], name.replace("block_sparse_moe.gate.", "mlp.gate."))
 
 

@@ -88,7 +88,7 @@ def dense_weights(model: nn.Module, spec: QuantSpec) -> dict[str, Any]:
     Raises:
         UnsupportedError: a layer whose weight is not a base weight, or a base weight plus a low-rank product.
     """
-    from karui.inference.models.weights import CORRECTION, WIDE, canonical
+    from karui.inference.models.weights import CORRECTION, WIDE, canonical, canonical_name
     from karui.kernels.quantize import quantize
     from karui.qat.experts import left_alone
 
@@ -111,7 +111,8 @@ def dense_weights(model: nn.Module, spec: QuantSpec) -> dict[str, Any]:
         bias = getattr(getattr(module, "base_layer", module), "bias", None)
         if isinstance(bias, torch.Tensor):
             out[f"{name}.bias"] = bias.detach().float().clone()
-    out |= {name: buffer.float().clone() for name, buffer in inner.named_buffers() if name.endswith(CORRECTION)}
+    out |= {name: buffer.float().clone() for name, buffer in inner.named_buffers()
+            if canonical_name(name).endswith(CORRECTION)}
     out |= {name: p.detach().float().clone() for name, p in inner.named_parameters() if name.rpartition(".")[2] in WIDE}
     if inner.config.tie_word_embeddings:  # type: ignore[union-attr]
         out.pop("lm_head.weight", None)
