@@ -350,6 +350,15 @@ def test_adapters_of_every_linear():
         assert (logits - want).abs().max() < 2e-4 * want.abs().max()
 
 
+def test_adapters_of_what_chooses_are_refused():
+    _, config, weights = made("v32")
+    runner = TorchRunner(config, weights)
+    for module in ("model.layers.1.self_attn.indexer.weights_proj", "model.layers.1.mlp.gate"):
+        out, into = weights[f"{module}.weight"].shape
+        with pytest.raises(UnsupportedError, match=f"{module}'.*are not run"):
+            runner.set_adapter(0, {module: LoraWeights(torch.zeros(2, into), torch.zeros(out, 2), 1.0)})
+
+
 def test_experts_of_files_and_of_state_dicts():
     """Names on the hub (experts.N.gate_proj) and in a state dict (one tensor for all) are one model; a layer for multi-token
     prediction is passed over."""

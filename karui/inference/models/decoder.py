@@ -33,6 +33,7 @@ from karui.kernels.qtensor import QTensor
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu, "relu2": lambda x: F.relu(x).square(), "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
+_NOT_ADAPTED = (".mlp.gate", ".mlp.router", ".weights_proj")
 MLP = ("mlp", "shared_mlp")
 """Names of the feed-forward layer; the second is Granite's, see `ModelConfig.shared_mlp`."""
 
@@ -164,10 +165,10 @@ class TorchRunner:
 
     def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None."""
-        expert = next((name for name in layers or {} if "expert" in name or name.endswith(".mlp.gate")), None)
+        expert = next((name for name in layers or {} if "expert" in name or name.endswith(_NOT_ADAPTED)), None)
         if expert is not None:
-            raise UnsupportedError(f"adapter module {expert!r}: adapters of experts and their router are not run; adapt the "
-                                   "attention only.")
+            raise UnsupportedError(f"adapter module {expert!r}: adapters of experts and their router, and of an indexer's "
+                                   "weights, are not run; adapt the attention only.")
         self._adapters.pop(slot, None)
         if layers is not None:
             self._adapters[slot] = {
