@@ -6,6 +6,7 @@ technique: `loftq`, `pissa`, `olora`, `eva`. One weight is worked on at a time, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from karui.kernels.quantize import quantize
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +137,11 @@ def _prepare_base(model: nn.Module, step: LoraStep, targets: list[str]) -> tuple
             quantized.append(name)
         elif start is not None:
             module.weight.copy_(start.base(module.weight.float()))
+    fused = [p for n, p in model.named_parameters() if p.ndim == 3 and "experts." in n]
+    if step.base.format != "none" and fused:
+        logger.warning("base %s: %d tensors of fused experts stay in %s, %.0f %% of what is held in high precision", step.base,
+                       len(fused), str(fused[0].dtype).removeprefix("torch."),
+                       100 * sum(p.numel() for p in fused) / sum(p.numel() for p in model.parameters()))
     if step.base.format != "none" and not quantized:
         raise KaruiError(f"no linear layer to quantize to {step.base} in {type(model).__name__}.")
     return starts, quantized

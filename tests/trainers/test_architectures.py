@@ -161,7 +161,7 @@ def test_a_request_with_an_adapter_is_answered_as_by_peft(kind, folder_of, tmp_p
     assert got == ids[20:] != base
 
 
-def test_adapters_stay_off_names_that_peft_takes_for_experts(folder_of):
+def test_adapters_stay_off_names_that_peft_takes_for_experts(folder_of, caplog):
     from karui.adapters.lora import attach
     from karui.configs.steps import LoraStep
 
@@ -172,3 +172,6 @@ def test_adapters_stay_off_names_that_peft_takes_for_experts(folder_of):
     assert {n.split(".")[3] for n in made.targets} == {"self_attn"}
     trained = {n.split(".lora_")[0].rpartition(".")[2] for n, p in made.model.named_parameters() if p.requires_grad}
     assert trained == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert "leaves 6 feed-forward linears out, first model.layers.0.mlp.gate_proj" in caplog.text
+    attach(load_model(ModelSection(name=str(folder_of("mixtral")))), LoraStep(method="qlora", base="w8", rank=4))
+    assert "base w8: 4 tensors of fused experts stay in float32" in caplog.text
