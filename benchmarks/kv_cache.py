@@ -1,6 +1,7 @@
 """Formats of the KV cache: bytes per token, perplexity, and tokens per second at long contexts.
 
     python benchmarks/kv_cache.py [--quick] [--json OUT] [--only quality|speed] [--windows 8] [--context 2048] [--model NAME]
+                                  [--formats kivi2,kvquant3,...]
 
 Quality: wikitext2_test.txt as one string, no special tokens, non-overlapping windows of `context` tokens, every token but a
 window's first is scored by `Engine.score`, mean over all, exp. A row sees the keys and values that decoding would see there: those
@@ -14,6 +15,7 @@ decodes 64 more; formats in turn, best of the rounds. The peer is the fp16 cache
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 import time
@@ -27,6 +29,7 @@ from figures import DATA, Figure, arguments, report  # noqa: E402
 FORMATS: list[tuple[str, int | None]] = [
     ("float16", None), ("int8", None), ("fp8", None), ("int4", None),
     ("kivi4", 32), ("kivi4", 128), ("kivi2", 32), ("kivi2", 64), ("kivi2", 128),
+    ("uniform 3", None), ("kvquant4", None), ("kvquant3", None), ("kvquant3 without Fisher", None), ("kvquant2", None),
 ]  # fmt: skip
 QUICK = [("int8", None), ("int4", None), ("kivi4", 64), ("kivi2", 64)]
 
@@ -40,40 +43,65 @@ def quality(a: argparse.Namespace) -> list[Figure]:
     from karui.inference.engine import Engine
     from karui.inference.loading import make_runner
     from karui.inference.models.config import from_hf
+    from karui.qat.kvquant import fit
 
     folder = Path(resolve(a.model))
-    ids = load_tokenizer(folder)((DATA / "wikitext2_test.txt").read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)
-    windows = [ids["input_ids"][i * a.context : (i + 1) * a.context] for i in range(a.windows)]
+    tokenizer, text = load_tokenizer(folder), (DATA / "wikitext2_test.txt").read_text(encoding="utf-8")
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    windows = [ids[i * a.context : (i + 1) * a.context] for i in range(a.windows)]
     opened = open_model(folder)
     runner: Any = make_runner(opened, from_hf(opened.config), choice="torch")
 
-    def perplexity(kv_dtype: str, block_size: int | None) -> float:
-        started = time.perf_counter()
+    def perplexity(name: str, block_size: int | None) -> float:
+        started, kv_dtype = time.perf_counter(), "float32" if name == "uniform 3" else name.split()[0]
         engine = Engine(runner, kv_dtype=kv_dtype, block_size=block_size, max_context=a.context, max_sequences=1, memory="1GiB")
+        if name == "uniform 3":
+            whole = runner._kv.write
+            runner._kv.write = lambda layer, slots, k, v: whole(layer, slots, uniform(k, 3), uniform(v, 3))
         logprobs = torch.cat([engine.score([window])[0].double() for window in windows])
         found = math.exp(-float(logprobs.mean()))
-        print(f"{kv_dtype} {block_size or ''}: {found:.3f}, {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        print(f"{name} {block_size or ''}: {found:.3f}, {time.perf_counter() - started:.0f} s", file=sys.stderr)
         return found
 
-    plain, whole = perplexity("float32", None), runner.kv_bytes_per_token("float16")
+    chosen = [f for f in FORMATS if f[0] in a.formats.split(",")] if a.formats else QUICK if a.quick else FORMATS
+    plain, fp16 = perplexity("float32", None), runner.kv_bytes_per_token("float16")
     figures = [Figure(name="float32", ours=plain, unit="perplexity", better="lower")]
-    for kv_dtype, block in QUICK if a.quick else FORMATS:
-        size = runner.kv_bytes_per_token(kv_dtype)
-        note = f"{size:,} bytes per token, 1/{whole / size:.2f} of fp16's"
-        if beside := runner.kv_staged_bytes_per_token(kv_dtype):
-            note += f"; {beside:,} more for each of the last {block} at most"
-        figures.append(
-            Figure(
-                name=f"{kv_dtype}{'' if block is None else f', blocks of {block}'}",
-                ours=perplexity(kv_dtype, block),
-                unit="perplexity",
-                peer=plain,
-                peer_name="float32",
-                better="lower",
-                note=note,
-            )
-        )
+    for name, block in chosen:
+        if name.startswith("kvquant"):
+            runner.set_kv_levels(fit(collected(folder, tokenizer), int(name[7]), fisher="without" not in name))
+        note = "3 bits and a scale"
+        if name != "uniform 3":
+            size = runner.kv_bytes_per_token(name.split()[0])
+            note = f"{size:,} bytes per token, 1/{fp16 / size:.2f} of fp16's"
+            if beside := runner.kv_staged_bytes_per_token(name.split()[0]):
+                note += f"; {beside:,} more for each of the last {block} at most"
+        ours = perplexity(name, block)
+        full = f"{name}{'' if block is None else f', blocks of {block}'}"
+        figures.append(Figure(name=full, ours=ours, unit="perplexity", peer=plain, peer_name="float32", better="lower", note=note))
     return figures
+
+
+def uniform(x: Any, bits: int) -> Any:
+    """Every token's head [..., D] on 2^bits even levels from its min to its max."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    step = (high - low).clamp_min(1e-12) / (2**bits - 1)
+    return ((x - low) / step).round() * step + low
+
+
+@functools.cache
+def collected(folder: Path, tokenizer: Any) -> Any:
+    """What kvquant is fitted to."""
+    import torch
+
+    from karui.qat.kvquant import collect
+    from karui.qat.run import load
+
+    text = (DATA / "wikitext2_valid.txt").read_text(encoding="utf-8")[:60000]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    started = time.perf_counter()
+    found = collect(load(folder, torch.float32), torch.tensor(ids[: 16 * 512]).view(16, 512))
+    print(f"keys and values of the calibration text: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    return found
 
 
 SPEED = ["float16", "int8", "kivi4", "kivi2"]
@@ -140,6 +168,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--windows", type=int)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--formats", help="only these, by name, with commas between them")
     parser.add_argument("--contexts", type=int, nargs="+")
     parser.add_argument("--rounds", type=int)
     a = parser.parse_args()

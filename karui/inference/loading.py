@@ -25,6 +25,7 @@ from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.draft_model import RunnerDrafter, check_vocabulary
 from karui.inference.speculative.factory import Speculator, check_draft
 from karui.inference.speculative.target import TargetIdentity
+from karui.kernels.kvquant import BITS, KVLevels, file_of
 from karui.kernels.qtensor import QTensor
 from karui.kernels.triton_support.driver import no_gpu
 
@@ -79,6 +80,8 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "auto", 
         made = make_runner(opened, config, device=device, choice=runner, dtype=dtype, bit_exact=bit_exact,
                            activation_bits=activation_bits, weight_memory=weight_memory, offload_to=offload_to,
                            kv_dtype=options.get("kv_dtype", "auto"))
+    if options.get("kv_dtype") in BITS:
+        _set_kv_levels(opened, made, options["kv_dtype"])
     tokenizer = load_tokenizer(opened.tokenizer_path)
     drafting = None
     if spec.method != "none":
@@ -86,6 +89,22 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "auto", 
     return engine_class(made, tokenizer, eos_token_ids=end_tokens(opened, tokenizer), speculation=drafting,
                         dense_weight=lambda module: _dense(opened, module),
                         model="" if opened.manifest is None else TargetIdentity.of(opened, None).weights, **options)
+
+
+def _set_kv_levels(opened: Opened, runner: Runner, kv_dtype: str) -> None:
+    """Give the runner the levels that were fitted to this model's keys and values."""
+    file = opened.path / file_of(kv_dtype)
+    if not isinstance(runner, TorchRunner) or type(runner) is not TorchRunner:
+        raise UnsupportedError(f"kv_dtype {kv_dtype!r} is served by the torch runner alone; load the engine with runner='torch'.")
+    if not file.is_file():
+        raise KaruiError(f"kv_dtype {kv_dtype!r} needs levels fitted to this model, and {file} is not there: make them with "
+                         "karui.qat.kvquant.calibrate.")
+    levels = KVLevels.load(file)
+    if not levels.target:
+        logger.warning("%s does not say which model it was made for", file)
+    elif levels.target != TargetIdentity.of(opened, None).weights:
+        raise KaruiError(f"{file} was made for other weights than those of {opened.path}; calibrate anew.")
+    runner.set_kv_levels(levels)
 
 
 def find(path: str | Path) -> Path:

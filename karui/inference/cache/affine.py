@@ -12,6 +12,7 @@ import math
 import torch
 
 from karui.configs.errors import UnsupportedError
+from karui.kernels.pack import pack, unpack
 
 GROUP = 32
 LARGEST = 65504.0
@@ -38,21 +39,18 @@ def row_bytes(width: int, bits: int, group: int) -> int:
 
 def encode(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """x [..., n] -> uint8 [..., row_bytes(n, bits, group)]; NaN stays NaN when decoded."""
-    top, per = 2**bits - 1, 8 // bits
+    top = 2**bits - 1
     x = x.float().clamp(-LARGEST, LARGEST).unflatten(-1, (-1, group))
     low = x.amin(-1).half()
     step = ((x.amax(-1) - low.float()) / top).half()
     codes = (x - low[..., None].float()) / step[..., None].float()
     codes = torch.where(step[..., None] == 0, 0.0, codes).round().clamp(0, top).nan_to_num(0.0).to(torch.uint8)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
-    packed = (codes.flatten(-2).unflatten(-1, (-1, per)) << shifts).sum(-1, dtype=torch.uint8)
-    return torch.cat([packed, step.contiguous().view(torch.uint8), low.contiguous().view(torch.uint8)], -1)
+    return torch.cat([pack(codes.flatten(-2), bits), step.contiguous().view(torch.uint8), low.contiguous().view(torch.uint8)], -1)
 
 
 def decode(data: torch.Tensor, width: int, bits: int, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The inverse of `encode`: [..., width] in `dtype`, computed as code * step + min in fp32."""
     count, groups = width * bits // 8, width // group
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
-    codes = ((data[..., :count, None] >> shifts) & (2**bits - 1)).flatten(-2).unflatten(-1, (groups, group))
+    codes = unpack(data[..., :count], bits, width).unflatten(-1, (groups, group))
     step, low = (data[..., at:at + 2 * groups].contiguous().view(torch.float16).float() for at in (count, count + 2 * groups))
     return (codes * step[..., None] + low[..., None]).flatten(-2).to(dtype)

@@ -3,7 +3,7 @@
 Legend: N slots, T tokens, G kv heads, D head_dim.
 int8 and fp8 (E4M3) keep one scale per token and head, absmax / 127 and absmax / 448, as codes never move once written. int4 keeps
 a step and a min per 32 dimensions of a token's head beside its codes (`affine.py`). The KIVI formats code whole blocks, in
-`kivi.py`.
+`kivi.py`; those of KVQuant are in `kvquant.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 from karui.configs.errors import UnsupportedError, nearest
 from karui.inference.cache import kivi
 from karui.inference.cache.affine import decode, encode, group_of, row_bytes
+from karui.kernels import kvquant
 
 if TYPE_CHECKING:
     from karui.inference.models.step import Span
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8,
-          "fp8": torch.float8_e4m3fn, "int4": torch.uint8, **dict.fromkeys(kivi.BITS, torch.uint8)}
+          "fp8": torch.float8_e4m3fn, **dict.fromkeys(("int4", *kivi.BITS, *kvquant.BITS), torch.uint8)}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 SCALED = frozenset(_LARGEST)
 """The formats that keep scales."""
@@ -41,7 +42,7 @@ def check_dtype(kv_dtype: str) -> str:
 
 def default_block_size(kv_dtype: str) -> int:
     """Tokens per block where none is asked for."""
-    return kivi.BLOCK if kv_dtype in STAGED else 16
+    return kivi.BLOCK if kv_dtype in STAGED else 64 if kv_dtype in kvquant.BITS else 16
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, kv_dtype: str) -> int:

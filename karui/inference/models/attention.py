@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 from karui.inference.cache.kivi import KiviStore
 from karui.inference.cache.kv import KVStore
+from karui.inference.cache.kvquant import KVQuantStore
 from karui.inference.models.step import Step
 
 
-def attend(kv: KVStore | KiviStore, layer: int, q: torch.Tensor, step: Step, window: int | None, cap: float | None = None,
-           sinks: torch.Tensor | None = None) -> torch.Tensor:
+def attend(kv: KVStore | KiviStore | KVQuantStore, layer: int, q: torch.Tensor, step: Step, window: int | None,
+           cap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """q [T, A, D] -> [T, A, D], each sequence over its own keys; one-row sequences go together, padded. cap, sinks: `sdpa`'s."""
     out = torch.empty_like(q)
     padded = step.padded if isinstance(kv, KVStore) else None

@@ -19,8 +19,10 @@ import torch.nn.functional as F
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
+from karui.inference.cache import kvquant
 from karui.inference.cache.kivi import KiviStore
 from karui.inference.cache.kv import STAGED, KVStore, bytes_per_token, check_dtype, staged_bytes_per_token
+from karui.inference.cache.kvquant import KVQuantStore
 from karui.inference.cache.states import StateStore, page_bytes
 from karui.inference.models import latent
 from karui.inference.models.attention import attend
@@ -29,6 +31,7 @@ from karui.inference.models.rope import cos_sin, inverse_frequencies, rotate
 from karui.inference.models.step import Step
 from karui.inference.models.weights import CORRECTION, WIDE, Weights, check_weights, nbytes
 from karui.kernels.gemm_weight import on_int8_rows
+from karui.kernels.kvquant import BITS, KVLevels, file_of
 from karui.kernels.qtensor import QTensor
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -68,6 +71,7 @@ class TorchRunner:
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.default_kv_dtype = str(dtype).removeprefix("torch.").replace("float64", "float32")
         self._adapters: dict[int, dict[str, LoraWeights]] = {}
+        self._kv_levels: dict[int, KVLevels] = {}
         f, factor = inverse_frequencies(config)
         self._frequencies = (f.to(self.device), factor)
         self._local = None if config.local_theta is None else replace(config, rope_theta=config.local_theta, rope_scaling={})
@@ -78,9 +82,12 @@ class TorchRunner:
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None) -> None:
         c = self.config
-        self._kv: KVStore | KiviStore | latent.LatentStore | None = None
+        self._kv: KVStore | KiviStore | KVQuantStore | latent.LatentStore | None = None
         if c.latent is not None:
             self._kv = latent.LatentStore(c, num_blocks * block_size, kv_dtype, self.device)
+        elif kv_dtype in BITS:
+            self._kv = KVQuantStore(self._levels(kv_dtype), num_blocks, block_size, c.num_kv_heads, c.head_dim, self._turn_keys,
+                                    self.device)
         elif check_dtype(kv_dtype) in STAGED:
             self._kv = KiviStore(c.num_kv_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device,
                                  num_staged)
@@ -98,6 +105,28 @@ class TorchRunner:
         self._states: StateStore | None = None
         self._states = StateStore(self.config.recurrent, num_pages, self.dtype, self._wide, self.device)
 
+    def set_kv_levels(self, levels: KVLevels) -> None:
+        """What `allocate` needs for the kvquant formats. Raises `UnsupportedError` when they do not fit the model."""
+        c, shape = self.config, tuple(levels.key_low.shape)
+        if c.latent is not None or c.local_theta is not None or shape != (c.num_kv_layers, c.num_kv_heads * c.head_dim):
+            raise UnsupportedError(f"these KV levels are for {shape[0]} layers of {shape[1]} channels, all rotated alike; this "
+                                   f"model has {c.num_kv_layers} of {c.num_kv_heads * c.head_dim}"
+                                   f"{'' if c.local_theta is None else ', which rotate in two ways'}.")
+        self._kv_levels[levels.bits] = levels.to(self.device)
+
+    def _levels(self, kv_dtype: str) -> KVLevels:
+        if (found := self._kv_levels.get(BITS[kv_dtype])) is None:
+            raise UnsupportedError(f"kv_dtype {kv_dtype!r} needs levels fitted to this model: karui.qat.kvquant.calibrate makes "
+                                   f"them, {file_of(kv_dtype)} in the model's folder is where they are looked for.")
+        return found
+
+    def _turn_keys(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Cached keys [C, G, D] as they are rotated at `positions`."""
+        if self.config.rotary_dim == 0:
+            return k
+        cos, sin = (t.to(self._wide)[:, None] for t in cos_sin(self.config, positions, self._frequencies))
+        return rotate(k, cos, sin)
+
     def settle(self, blocks: Iterable[int]) -> None:
         if isinstance(self._kv, KiviStore):
             self._kv.settle(blocks)
@@ -105,6 +134,8 @@ class TorchRunner:
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         if self.config.latent is not None:
             return latent.bytes_per_token(self.config, kv_dtype)
+        if kv_dtype in BITS:
+            return kvquant.bytes_per_token(self._levels(kv_dtype))
         return bytes_per_token(self.config.num_kv_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
 
     def kv_staged_bytes_per_token(self, kv_dtype: str) -> int:
@@ -239,13 +270,17 @@ class TorchRunner:
             q, gate = q.chunk(2, -1)
         if c.qk_norm and not c.row_norm:
             q, k = self._norm(q, p + "q_norm.weight"), self._norm(k, p + "k_norm.weight")
+        plain = k
         if c.rotary_dim != 0:
             q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
         if c.query_scale != 1:
             q = q * c.query_scale
         number = c.counted[layer]
         assert self._kv is not None and not isinstance(self._kv, latent.LatentStore), "allocate() first"
-        self._kv.write(number, step.slots, k, v)
+        if isinstance(self._kv, KVQuantStore):
+            self._kv.write(number, step.slots, plain, v, step.positions)
+        else:
+            self._kv.write(number, step.slots, k, v)
         sinks = self._weight(p + "sinks", self._wide) if c.sinks else None
         mixed = attend(self._kv, number, q, step, c.sliding_window[layer] if c.sliding_window else None, c.attention_cap, sinks)
         mixed = mixed.flatten(-2)

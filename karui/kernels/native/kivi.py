@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from karui.kernels.pack import pack, unpack
+
 UNIT = 32
 
 
@@ -21,10 +23,10 @@ def to_rows(units: torch.Tensor, dim: int, bits: int, block: int) -> torch.Tenso
     def of_block(x: torch.Tensor) -> torch.Tensor:  # [U, L, G, D, n] -> [blocks, L, G, D, per * n]
         return x.unflatten(0, (-1, per)).movedim(1, -2).flatten(-2)
 
-    k = torch.cat([_pack(of_block(k), bits), *(of_block(t.unflatten(-1, (dim, 2))) for t in tails[:2])], -1)
+    k = torch.cat([pack(of_block(k), bits), *(of_block(t.unflatten(-1, (dim, 2))) for t in tails[:2])], -1)
     k = k.flatten(-2).unflatten(-1, (block, -1)).movedim(3, 1).flatten(0, 1)  # [T, L, G, bytes]
     per_token = [t.unflatten(-1, (dim // UNIT, UNIT, 2)).transpose(-3, -2).flatten(-2) for t in tails[2:]]
-    v = torch.cat([_pack(v, bits), *per_token], -1)
+    v = torch.cat([pack(v, bits), *per_token], -1)
     return torch.stack([k, v.movedim(3, 1).flatten(0, 1)]).transpose(1, 2).contiguous()
 
 
@@ -38,10 +40,10 @@ def to_units(rows: torch.Tensor, dim: int, bits: int, block: int) -> torch.Tenso
         return x.unflatten(-1, (per, -1)).movedim(-2, 1).flatten(0, 1)
 
     codes, *key_tails = k.split([block * bits // 8, 2 * per, 2 * per], -1)
-    keys = _halves(of_units(_unpack(codes, bits)), bits).flatten(-2)
+    keys = _halves(of_units(unpack(codes, bits, block)), bits).flatten(-2)
     v = v.unflatten(0, (count // UNIT, UNIT)).movedim(1, 3)  # [U, L, G, 32, bytes]
     codes, *value_tails = v.split([dim * bits // 8, 2 * groups, 2 * groups], -1)
-    values = _unpack(codes, bits).unflatten(-1, (groups, UNIT)).transpose(-3, -2)  # [U, L, G, groups, 32, 32]
+    values = unpack(codes, bits, dim).unflatten(-1, (groups, UNIT)).transpose(-3, -2)  # [U, L, G, groups, 32, 32]
     values = _halves(values, bits).transpose(-3, -2).flatten(-3)
     tails = [of_units(t).flatten(-2) for t in key_tails]
     tails += [t.unflatten(-1, (groups, 2)).transpose(-3, -2).flatten(-3) for t in value_tails]
@@ -59,13 +61,3 @@ def _halves(codes: torch.Tensor, bits: int) -> torch.Tensor:
     fields = codes.unflatten(-2, (-1, 4 // bits)).unflatten(-1, (2, 16)).flatten(-3, -2)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return (fields << shifts[:, None]).sum(-2, dtype=torch.uint8)
-
-
-def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The first code in the lowest bits of its byte."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return (codes.unflatten(-1, (-1, 8 // bits)) << shifts).sum(-1, dtype=torch.uint8)
-
-
-def _unpack(data: torch.Tensor, bits: int) -> torch.Tensor:
-    return ((data[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8)) & (2**bits - 1)).flatten(-2)

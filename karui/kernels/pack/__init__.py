@@ -35,11 +35,11 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
         return out
     period = 8 // math.gcd(8, bits)  # elements after which the stream is byte-aligned again
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % period))
-    cells = padded.reshape(*codes.shape[:-1], -1, period).to(torch.int64)
+    cells = padded.unflatten(-1, (-1, period)).to(torch.int64)
     word = (cells << (torch.arange(period, device=codes.device) * bits)).sum(-1)
     num_bytes = period * bits // 8
     out = (word.unsqueeze(-1) >> (torch.arange(num_bytes, device=codes.device) * 8)) & 0xFF
-    return out.reshape(*codes.shape[:-1], -1)[..., : packed_width(codes.shape[-1], bits)].to(torch.uint8).contiguous()
+    return out.flatten(-2)[..., : packed_width(codes.shape[-1], bits)].to(torch.uint8).contiguous()
 
 
 def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
@@ -56,14 +56,14 @@ def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
     if 8 % bits == 0:  # whole codes in each byte: no wide integers needed
         mask = 2**bits - 1
         cells = torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], -1)
-        return cells.reshape(*packed.shape[:-1], -1)[..., :n].contiguous()
+        return cells.flatten(-2)[..., :n].contiguous()
     period = 8 // math.gcd(8, bits)
     num_bytes = period * bits // 8
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % num_bytes))
-    cells = padded.reshape(*packed.shape[:-1], -1, num_bytes).to(torch.int64)
+    cells = padded.unflatten(-1, (-1, num_bytes)).to(torch.int64)
     word = (cells << (torch.arange(num_bytes, device=packed.device) * 8)).sum(-1)
     out = (word.unsqueeze(-1) >> (torch.arange(period, device=packed.device) * bits)) & (2**bits - 1)
-    return out.reshape(*packed.shape[:-1], -1)[..., :n].to(torch.uint8).contiguous()
+    return out.flatten(-2)[..., :n].to(torch.uint8).contiguous()
 
 
 def transpose_pairs(data: torch.Tensor, k: int, fill: int = 2, backend: Backend = "auto") -> torch.Tensor:
