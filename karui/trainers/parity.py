@@ -8,6 +8,7 @@ exactness for speed; how far they move the logprobs is measured and stored besid
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ INT8_FACTOR, SHAKE = 4.0, 1e-6
 NATIVE_BOUND = 0.5
 """Largest mean difference that int8 activations may cause before they count as broken rather than as coarse."""
 
+LONGEST = 1024
+"""Tokens of the text that both sides read, at most."""
 PROBE = (
     "The river rose in the night, and by morning the lower field was a lake. Anna counted 17 sheep on the hill and "
     "wrote the number down; the day before there had been 21.\n\ndef area(width, height):\n    return width * height\n\n"
@@ -59,7 +62,7 @@ def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any], bound: f
         from karui.catalogue import load_tokenizer
 
         tokenizer = load_tokenizer(tokenizer_dir)
-        ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+        ids = past_window(list(tokenizer(PROBE, add_special_tokens=False)["input_ids"]), bundle)
         model = prepared(Manifest.read(bundle))
         wanted = model_logprobs(model, ids)
         exact = engine_logprobs(bundle, ids, runner="torch")
@@ -83,6 +86,14 @@ def make_gate(tokenizer_dir: Path, prepared: Callable[[Manifest], Any], bound: f
         return figures
 
     return gate
+
+
+def past_window(ids: list[int], bundle: Path) -> list[int]:
+    """The tokens, repeated to twice the sliding window of layers that have one, or to `LONGEST`; not for a window beyond that."""
+    config = json.loads((bundle / "config.json").read_text(encoding="utf-8"))
+    window = (config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
+    wanted = min(2 * window, LONGEST, config.get("max_position_embeddings", LONGEST + 1) - 1)
+    return (ids * -(-wanted // len(ids)))[:wanted] if wanted > max(window, len(ids)) else ids
 
 
 def merged_model(

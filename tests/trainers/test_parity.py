@@ -1,5 +1,7 @@
 """The bound of the parity gate where activations are rounded: what the prepared model itself moves by."""
 
+import json
+
 import pytest
 import torch
 
@@ -52,3 +54,16 @@ def test_shaken_embeddings_move_logprobs_a_little(tiny_folder):
     ids = list(range(5, 25))
     plain, again, shaken = (torch.tensor(parity.model_logprobs(model, ids, s)) for s in (0.0, 0.0, 1e-3))
     assert torch.equal(plain, again) and 0 < float((plain - shaken).abs().max()) < 0.1
+
+
+def test_the_probe_reaches_past_a_window_where_there_is_one(tmp_path):
+    from karui.trainers.parity import past_window
+
+    ids = list(range(90))
+    for config, wanted in (({}, 90), ({"sliding_window": None}, 90), ({"sliding_window": 8}, 90), ({"sliding_window": 128}, 256),
+                           ({"sliding_window": 600}, 1024),
+                           ({"sliding_window": 4096}, 90), ({"sliding_window": 128, "use_sliding_window": False}, 90),
+                           ({"sliding_window": 128, "max_position_embeddings": 200}, 199)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = past_window(ids, tmp_path)
+        assert len(found) == wanted and found == [i % 90 for i in range(wanted)]
