@@ -370,12 +370,13 @@ class Scheduler:
         return (s.num_prompt - 1) // self.pool.block_size * self.pool.block_size
 
     def _wanted_within(self, s: Sequence, count: int) -> list[int]:
-        """After which of the next `count` rows, the last one aside, that is so: of what is generated the last block alone."""
-        if count == 1:
+        """After which of the next `count` rows, the last one aside, that is so: of what is generated the last block alone. The later
+        ones where there are too few pages."""
+        if count == 1 or self._spare_pages < 1:
             return []
         size, first, last = self.pool.block_size, s.num_computed, s.num_computed + count
         ends = {s.branch, self._prompt_end(s), (last - 1) // size * size}
-        return [end - first for end in sorted(ends) if first < end < last and self._wanted(s, end) and self._pages_for(1)]
+        return [end - first for end in sorted(ends) if first < end < last and self._wanted(s, end)][-self._spare_pages:]
 
     def _pages_for(self, count: int) -> bool:
         """Whether so many pages can be had beside the two per sequence, or there are none to be had."""

@@ -149,7 +149,19 @@ def next_of(position: int) -> int:
     return position % 3
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.mark.parametrize("spare", range(5))
+def test_pages_in_the_middle_of_a_chunk_are_no_more_than_there_are(spare: int) -> None:
+    sim = Simulation(40, 2 + spare, 64, 1)
+    sim.add([1] * 12, recompute=True)  # leaves blocks and no page
+    sim.finish()
+    s = sim.add([1] * 12 + [2] * 9, 10)
+    s.num_prompt = 17  # as after a preemption: wanted are a branch at 12, the prompt's end at 16, and 20
+    sim.step()
+    assert s.num_computed == 21 and sim.states.num_cached == min(spare, 3)
+    sim.finish()
+
+
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_page_stands_behind_its_text(data: st.DataObject) -> None:
     blocks, sequences = data.draw(st.integers(6, 20)), data.draw(st.integers(1, 5))
