@@ -370,8 +370,8 @@ class Scheduler:
         return (s.num_prompt - 1) // self.pool.block_size * self.pool.block_size
 
     def _wanted_within(self, s: Sequence, count: int) -> list[int]:
-        """After which of the next `count` rows, the last one aside, that is so: of what is generated the last block alone. The later
-        ones where there are too few pages."""
+        """After which of the next `count` rows, the last one aside, that is so: of what is generated the last block alone. The
+        later ones where there are too few pages."""
         if count == 1 or self._spare_pages < 1:
             return []
         size, first, last = self.pool.block_size, s.num_computed, s.num_computed + count
