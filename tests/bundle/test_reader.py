@@ -294,3 +294,38 @@ def test_sharded_plain_folder(untied_folder, tmp_path):
     index.write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
     with pytest.raises(CorruptError, match="outside the folder"):
         open_model(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_of_a_gemma_3_with_a_vision_tower_the_text_model_is_read(prefix, tmp_path):
+    """Names as on the hub and as transformers 5 has them in memory; logits of text are transformers'."""
+    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3TextConfig
+
+    from karui.inference.models.config import from_hf
+    from karui.inference.models.decoder import TorchRunner
+    from tests.inference.test_decoder import batch_of
+
+    text = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                head_dim=8, max_position_embeddings=128, sliding_window=7, sliding_window_pattern=2, query_pre_attn_scalar=9,
+                pad_token_id=0)  # fmt: skip
+    config = Gemma3Config(text_config=text, image_token_index=299, boi_token_index=298, eoi_token_index=297, mm_tokens_per_image=4,
+                          vision_config=dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                             image_size=28, patch_size=14))  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    if prefix.startswith("model."):
+        save_file({n: t.contiguous() for n, t in model.state_dict().items() if n != "lm_head.weight"}, tmp_path / "model.safetensors")
+    opened = open_model(tmp_path)
+    assert opened.config["model_type"] == "gemma3_text" and not any("vision" in n or "projector" in n for n in opened.names)
+    runner, ids = TorchRunner(from_hf(opened.config), dict(opened.weights())), torch.randint(3, 290, (30,))
+    runner.allocate(10, 4, "float32")
+    with torch.no_grad():
+        want = model(input_ids=ids[None], token_type_ids=torch.zeros(1, 30, dtype=torch.long)).logits[0]
+    assert (runner.forward(batch_of((ids.tolist(), 0, list(range(10))))).logits - want).abs().max() < 1e-4
+    # what files leave out is what transformers puts in
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["text_config"] = {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    wanted = Gemma3TextConfig(rope_scaling={"rope_type": "linear", "factor": 8.0}).to_dict()
+    assert from_hf(open_model(tmp_path).config) == from_hf(wanted)

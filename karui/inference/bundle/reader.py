@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,8 +21,20 @@ from karui.inference.bundle.writer import sha256_tensor
 from karui.inference.models.weights import transformers_name
 from karui.kernels.qtensor import QTensor
 
+logger = logging.getLogger(__name__)
+
 Verify = Literal["full", "quick"]
 Weight = QTensor | torch.Tensor
+
+
+_TOWER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_TEXT_PART = re.compile(r"^(model\.)?language_model\.")
+# What files of Gemma 3 leave out of their text_config.
+_GEMMA3_TEXT = {
+    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "sliding_window": 4096,
+    "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def is_bundle(path: str | Path) -> bool:
@@ -225,13 +239,23 @@ def _check_file(folder: Path, name: str, record: FileRecord, *, hashed: bool) ->
 
 
 class ModelFolder(Opened):
-    """A plain Hugging Face folder: config.json, safetensors, tokenizer. Made by `read_model_folder`."""
+    """A plain Hugging Face folder: config.json, safetensors, tokenizer. Made by `read_model_folder`.
+
+    Of a Gemma 3 with a vision tower it is the text model: config and names are those of `gemma3_text`, the tower is not there.
+    """
 
     def __init__(self, path: Path, config: dict[str, Any], files: SafetensorsFiles) -> None:
         self.path = self.tokenizer_path = path
         self.config = config
         self._files = files
         self._stored = {transformers_name(name): name for name in files.names()}
+        if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):
+            text = config["text_config"]
+            config = self.config = {**_GEMMA3_TEXT, "eos_token_id": config.get("eos_token_id"), **text, "model_type": "gemma3_text"}
+            found = {_TEXT_PART.sub("", name): stored for name, stored in self._stored.items() if not _TOWER.match(name)}
+            logger.info("%s: the text model alone; %d tensors of the vision tower are passed over", path,
+                        len(self._stored) - len(found))
+            self._stored = {n if n.startswith(("model.", "lm_head.")) else f"model.{n}": old for n, old in found.items()}
         names = list(self._stored)
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
         if config.get("tie_word_embeddings") and embedding in names:
