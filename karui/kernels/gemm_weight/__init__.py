@@ -44,7 +44,8 @@ class PackedWeight:
         nvfp4    E2M1 * (scale / divisor)
 
     data: uint8 [N, K * bits / 8], lowest bits first (4 bits with high_first: the first of a pair in the high half).
-    span: 0, or 4-bit codes lie in words of 32 bits: word j of each `span` inputs holds those of the inputs j + p * span / 8.
+    span: 0, or codes lie in words of 32 bits, lowest bits first: word j of each `span` inputs holds those of the inputs
+        j + p * span / P for its P = 32 / bits places p.
     scale: fp32, bf16 or fp16 [N, G]; nvfp4: float8_e4m3fn [N, K / 16].
     zero: int32-valued uint8 [N, G] or None (then `middle`).  divisor: fp32 [N], nvfp4's scale of the whole tensor, row by row.
     """
@@ -118,21 +119,25 @@ def pack_weight(q: QTensor) -> PackedWeight:
     if form != "nvfp4" and group < k and not takes_group(group):
         raise UnsupportedError(f"{q.spec}: groups of {group}; the kernels take powers of two from 32 on, or whole rows.")
     zero = None if q.zero is None else q.zero.contiguous()
-    span = span_of(k, group) if form == "int" and bits == 4 else 0
-    data = pack(in_words(codes, span) if span else codes, bits).contiguous()
+    span = span_of(k, group, bits, form)
+    data = pack(in_words(codes, span, bits) if span else codes, bits).contiguous()
     return PackedWeight(data, scale.contiguous(), zero, bits, middle, (n, k), form=form, divisor=divisor, span=span)
 
 
-def span_of(k: int, group: int) -> int:
-    """Inputs whose 4-bit codes the kernel takes together, 0 where it cannot: a tensor core takes 16 inputs of each place in a
-    word at least, and these have one scale."""
-    return next((span for span in (256, 128) if k % span == 0 and (group == k or group % (span // 8) == 0)), 0)
+def span_of(k: int, group: int, bits: int = 4, form: Form = "int") -> int:
+    """Inputs whose codes the kernels take together as words, 0 where they cannot. A tensor core takes 16 inputs of each place in
+    a word at least, 32 of int8 (ternary weights), and these have one scale."""
+    places = 32 // bits
+    spans = {("nvfp4", 4): (128,), ("int", 4): (256, 128), ("e2m1", 4): (256, 128),
+             ("int", 2): (512,) if group == k else (512, 256)}  # fmt: skip
+    fits = (span for span in spans.get((form, bits), ()) if k % span == 0 and (group == k or group % (span // places) == 0))
+    return next(fits, 0)
 
 
-def in_words(codes: torch.Tensor, span: int) -> torch.Tensor:
+def in_words(codes: torch.Tensor, span: int, bits: int = 4) -> torch.Tensor:
     """Codes [n, k] in the order in which `PackedWeight.span` puts them into words."""
     n, k = codes.shape
-    return codes.view(n, k // span, 8, span // 8).transpose(2, 3).reshape(n, k)
+    return codes.view(n, k // span, 32 // bits, -1).transpose(2, 3).reshape(n, k)
 
 
 def gemm_weight(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto",
@@ -141,16 +146,17 @@ def gemm_weight(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = No
     _check(x, w.shape[1], w, "gemm_weight")
     num_experts = _num_experts(x, w, bias, groups)
     if use_triton(backend, x.device, "gemm_weight", refused=_refused(x)):
-        from karui.kernels.gemm_weight import triton
+        from karui.kernels.gemm_weight import triton, words
 
         rows = x.reshape(-1, w.shape[1])
         many = backend == "auto" and rows.shape[0] >= DEQUANTIZE_ROWS * num_experts
         if many or (w.span and x.dtype != torch.bfloat16):  # words are decoded to bf16
-            dense = triton.dequantize(w, x.dtype)
+            dense = _dequantized(w, x.dtype)
             if groups is not None:
                 return gemm_grouped(x, dense.view(num_experts, -1, w.shape[1]), groups)
             return torch.nn.functional.linear(x, dense, bias)
-        return triton.gemm(rows, w, bias, groups).view(*x.shape[:-1], w.shape[0] // num_experts)
+        product = words.gemm if w.span else triton.gemm
+        return product(rows, w, bias, groups).view(*x.shape[:-1], w.shape[0] // num_experts)
     return reference.by_expert(reference.gemm_weight, x, w, bias, groups)
 
 
@@ -162,7 +168,7 @@ def gemm_weight_dgrad(dy: torch.Tensor, w: PackedWeight, backend: Backend = "aut
 
         rows = dy.reshape(-1, w.shape[0])
         if w.span or (backend == "auto" and rows.shape[0] >= DEQUANTIZE_ROWS):
-            return dy @ triton.dequantize(w, dy.dtype)
+            return dy @ _dequantized(w, dy.dtype)
         return triton.dgrad(rows, w).view(*dy.shape[:-1], w.shape[1])
     return dy @ reference.dequantize(w, dy.dtype)
 
@@ -170,10 +176,14 @@ def gemm_weight_dgrad(dy: torch.Tensor, w: PackedWeight, backend: Backend = "aut
 def dequantize_weight(w: PackedWeight, dtype: torch.dtype = torch.bfloat16, backend: Backend = "auto") -> torch.Tensor:
     """W [N, K], computed in fp32 and cast."""
     if use_triton(backend, w.data.device, "dequantize_weight"):
-        from karui.kernels.gemm_weight import triton
-
-        return triton.dequantize(w, dtype)
+        return _dequantized(w, dtype)
     return reference.dequantize(w, dtype)
+
+
+def _dequantized(w: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    from karui.kernels.gemm_weight import triton, words
+
+    return (words if w.span else triton).dequantize(w, dtype)
 
 
 def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, backend: Backend = "auto",
@@ -188,9 +198,10 @@ def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None
         raise UnsupportedError("gemm_int8 takes symmetric 8-bit or ternary weights with one scale per row; use gemm_weight.")
     num_experts = _num_experts(x, w, bias, groups)
     if use_triton(backend, x.device, "gemm_int8", refused=_refused(x)):
-        from karui.kernels.gemm_weight import triton
+        from karui.kernels.gemm_weight import triton, words
 
-        return triton.gemm_int8(x.reshape(-1, w.shape[1]), w, bias, groups).view(*x.shape[:-1], w.shape[0] // num_experts)
+        product = words.gemm_int8 if w.span else triton.gemm_int8
+        return product(x.reshape(-1, w.shape[1]), w, bias, groups).view(*x.shape[:-1], w.shape[0] // num_experts)
     return reference.by_expert(reference.gemm_int8, x, w, bias, groups)
 
 

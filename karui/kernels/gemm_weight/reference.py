@@ -23,7 +23,7 @@ def codes(w: PackedWeight) -> torch.Tensor:
     if not w.span:
         return found
     n, k = found.shape
-    return found.view(n, k // w.span, w.span // 8, 8).transpose(2, 3).reshape(n, k)
+    return found.view(n, k // w.span, -1, 32 // w.bits).transpose(2, 3).reshape(n, k)
 
 
 def dequantize(w: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:

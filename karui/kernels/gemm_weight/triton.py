@@ -7,9 +7,7 @@ the mantissa of 128 (one `lop3` for two codes); the 128 and the zero point leave
 where the scale is applied in fp32. NVFP4's groups of 16 are too short for a product each (a tensor core takes 16 inputs at
 least): their scales, E4M3, go onto the decoded values, exactly; so do those of 2-bit codes in groups of 32, rounded to x's dtype.
 
-Linears of 4-bit integers have a kernel of their own, `_gemm_words`: eight codes lie in a word, those of one place in it belong to
-neighbouring inputs. A thread then reads whole words, and x goes to the tensor cores as it lies in memory; with two codes a byte,
-gathering bytes and splitting x took three quarters of a step, and not the memory but the instructions were the limit.
+Weights whose codes lie in words of 32 bits have kernels of their own (`words`), which take fewer instructions.
 
 Few rows do not fill a GPU with tiles of N alone: K is split too, and the parts are added in a fixed order by `_add_parts`.
 
@@ -148,52 +146,8 @@ def _every(x, place: tl.constexpr, EACH: tl.constexpr):
     return tl.trans(part)
 
 
-def _words_asm(less: int) -> str:
-    """Two words -> the bf16 pairs of each of their 8 places, $0 to $7: 128 + code, minus `less` when it is not 0."""
-    lines = [".reg .b32 l, h, c, one, less;", "prmt.b32 l, $8, $9, 0x5410;", "prmt.b32 h, $8, $9, 0x7632;"]
-    if less:
-        lines += ["mov.b32 one, 0x3f803f80;", f"mov.b32 less, 0x{_bf16_bits(torch.tensor([-float(less)]))[0] * 0x10001:08x};"]
-    for place in range(8):
-        half, shift = "lh"[place // 4], place % 4 * 4
-        if shift:
-            lines.append(f"shr.u32 c, {half}, {shift};")
-        lines.append(f"lop3.b32 ${place}, {'c' if shift else half}, 0x000f000f, 0x43004300, 0xea;")
-        if less:
-            lines.append(f"fma.rn.bf16x2 ${place}, ${place}, one, less;")
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-_WORDS_ASM, _CENTRED_ASM = tl.constexpr(_words_asm(0)), tl.constexpr(_words_asm(128 + 8))
-_LESS_ASM = tl.constexpr("{\n.reg .b32 one;\nmov.b32 one, 0x3f803f80;\nfma.rn.bf16x2 $0, $1, one, $2;\n}")
-
-
 @triton.jit
-def _places(words, CENTRED: tl.constexpr):
-    """bf16 values of the 8 places in int32 words: code - 8 (CENTRED), or 128 + code."""
-    if _INTERPRETED:
-        shift: tl.constexpr = -8 if CENTRED else 128
-        return (_place(words, 0, shift), _place(words, 1, shift), _place(words, 2, shift), _place(words, 3, shift),
-                _place(words, 4, shift), _place(words, 5, shift), _place(words, 6, shift), _place(words, 7, shift))  # fmt: skip
-    return tl.inline_asm_elementwise(_CENTRED_ASM if CENTRED else _WORDS_ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
-                                     dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)  # fmt: skip
-
-
-@triton.jit
-def _place(words, place: tl.constexpr, shift: tl.constexpr):
-    return (((words >> (4 * place)) & 15) + shift).to(tl.float32).to(tl.bfloat16)
-
-
-@triton.jit
-def _less(value, shift):
-    """value - shift of bf16, exact for whole numbers below 256."""
-    if _INTERPRETED:
-        return (value.to(tl.float32) - shift.to(tl.float32)).to(tl.bfloat16)
-    value, shift = tl.broadcast(value, -shift)
-    return tl.inline_asm_elementwise(_LESS_ASM, "=r,r,r", [value, shift], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-@triton.jit
-def _tile(tiles_ptr, M, BM: tl.constexpr, GROUPED: tl.constexpr):
+def tile_at(tiles_ptr, M, BM: tl.constexpr, GROUPED: tl.constexpr):
     """(expert, first row, end of the rows) of this program."""
     at = tl.program_id(1)
     if GROUPED:
@@ -203,7 +157,7 @@ def _tile(tiles_ptr, M, BM: tl.constexpr, GROUPED: tl.constexpr):
 
 
 @triton.jit
-def _store(y_ptr, bias_ptr, y, m, n, end, M, N, part, BIAS: tl.constexpr, PARTS: tl.constexpr):
+def store_tile(y_ptr, bias_ptr, y, m, n, end, M, N, part, BIAS: tl.constexpr, PARTS: tl.constexpr):
     """A tile [BN, BM], plus bias, into y [M, N]; or as one of the fp32 parts [parts, M, N] that `_add_parts` sums."""
     keep = (n[:, None] < N) & (m[None, :] < end)
     if PARTS:
@@ -227,7 +181,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
     EACH: tl.constexpr = 8 // BITS
     WIDE: tl.constexpr = BK // EACH
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    expert, first, end = _tile(tiles_ptr, M, BM, GROUPED)
+    expert, first, end = tile_at(tiles_ptr, M, BM, GROUPED)
     m = first + tl.arange(0, BM)
     part = tl.program_id(2)
     j, k = tl.arange(0, WIDE), tl.arange(0, BK)
@@ -301,61 +255,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
             tl.store(to, rounded, (r[:, None] < R) & (m[None, :] < M))
         b = tl.load(b_ptr + row[:, None] * R + r[None, :], r[None, :] < R, 0.0)
         acc = dot(b, rounded, acc)
-    _store(y_ptr, bias_ptr, acc, m, n, end, M, N, part, BIAS, PARTS)
-
-
-@triton.jit(do_not_specialize=["M", "steps"])
-def _gemm_words(x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, tiles_ptr, M, N, K, stride_x, num_groups, group, steps,
-                SPAN: tl.constexpr, TOGETHER: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
-                GROUPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """As `_gemm`, for words of int4 codes (`PackedWeight.span`) and x in bf16: steps of SPAN inputs, one scale for TOGETHER
-    places."""
-    WIDE: tl.constexpr = SPAN // 8
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    expert, first, end = _tile(tiles_ptr, M, BM, GROUPED)
-    m = first + tl.arange(0, BM)
-    part = tl.program_id(2)
-    j = tl.arange(0, WIDE)
-    row = expert * N + tl.minimum(n, N - 1)
-    w_row = w_ptr + row.to(tl.int64)[:, None] * (K // 8) + j[None, :]
-    x_row = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[:, None] * stride_x + j[None, :]
-    acc = tl.zeros([BN, BM], tl.float32)
-    stop = tl.minimum((part + 1) * steps, K // SPAN)
-    if GROUPED:
-        stop = tl.where(first < end, stop, 0)
-    for step in range(part * steps, stop):
-        values = _places(tl.load(w_row + step * WIDE), not ZERO)
-        product = tl.zeros([BN, BM], tl.float32)
-        for place in tl.static_range(8):
-            at = row * num_groups + (step * SPAN + place * WIDE) // group
-            value = values[place]
-            if ZERO:
-                value = _less(value, (tl.load(zero_ptr + at).to(tl.float32) + 128).to(tl.bfloat16)[:, None])
-            product = dot(value, tl.trans(tl.load(x_row + (step * SPAN + place * WIDE))), product)
-            if (place + 1) % TOGETHER == 0:
-                acc += product * tl.load(scale_ptr + at).to(tl.float32)[:, None]
-                product = tl.zeros([BN, BM], tl.float32)
-    _store(y_ptr, bias_ptr, acc, m, n, end, M, N, part, BIAS, PARTS)
-
-
-@triton.jit
-def _dequantize_words(w_ptr, scale_ptr, zero_ptr, y_ptr, N, K, num_groups, group, MIDDLE: tl.constexpr, SPAN: tl.constexpr,
-                      ZERO: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    WIDE: tl.constexpr = SPAN // 8
-    n, j = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, WIDE)
-    keep = (n < N)[:, None]
-    words = tl.load(w_ptr + n.to(tl.int64)[:, None] * (K // 8) + (tl.program_id(1) * WIDE + j)[None, :], keep, 0)
-    for place in tl.static_range(8):
-        first = tl.program_id(1) * SPAN + place * WIDE
-        at = n * num_groups + first // group
-        value = ((words >> (4 * place)) & 15).to(tl.float32)
-        if ZERO:
-            value -= tl.load(zero_ptr + at, n < N, 0).to(tl.float32)[:, None]
-        else:
-            value -= MIDDLE
-        value *= tl.load(scale_ptr + at, n < N, 0.0).to(tl.float32)[:, None]
-        to = y_ptr + n.to(tl.int64)[:, None] * K + (first + j)[None, :]
-        tl.store(to, value.to(y_ptr.dtype.element_ty), keep)
+    store_tile(y_ptr, bias_ptr, acc, m, n, end, M, N, part, BIAS, PARTS)
 
 
 @triton.jit(do_not_specialize=["size", "num_parts"])
@@ -443,8 +343,10 @@ def _dgrad(dy_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, a_ptr, b_
 
 
 @triton.jit
-def _code_rows(x_ptr, codes_ptr, scale_ptr, stride_x, K, FLOAT8: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr):
-    """A row as int8 (scale absmax / 127) or as E4M3 bytes (absmax / 448); VALUES: what its int8 codes stand for, no scales."""
+def _code_rows(x_ptr, codes_ptr, scale_ptr, sum_ptr, stride_x, K, FLOAT8: tl.constexpr, VALUES: tl.constexpr,
+               SUM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A row as int8 (scale absmax / 127) or as E4M3 bytes (absmax / 448); VALUES: what its int8 codes stand for, no scales. SUM:
+    the sum of its codes too."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + k, k < K, 0.0).to(tl.float32)
@@ -459,6 +361,8 @@ def _code_rows(x_ptr, codes_ptr, scale_ptr, stride_x, K, FLOAT8: tl.constexpr, V
     tl.store(codes_ptr + row * K + k, codes, k < K)
     if not VALUES:
         tl.store(scale_ptr + row, scale)
+    if SUM:
+        tl.store(sum_ptr + row, tl.sum(codes.to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
@@ -469,7 +373,7 @@ def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, tiles_p
     EACH: tl.constexpr = 8 // BITS
     WIDE: tl.constexpr = BK // EACH
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    expert, first, end = _tile(tiles_ptr, M, BM, GROUPED)
+    expert, first, end = tile_at(tiles_ptr, M, BM, GROUPED)
     m = first + tl.arange(0, BM)
     part = tl.program_id(2)
     j, k = tl.arange(0, WIDE), tl.arange(0, BK)
@@ -492,7 +396,7 @@ def _gemm_codes(x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, tiles_p
                 acc = tl.dot(code.to(tl.int8), _every(x, place, EACH), acc, out_dtype=tl.int32)
     y = acc.to(tl.float32) * tl.load(x_scale_ptr + m, m < end, 0.0)[None, :]
     y *= tl.load(w_scale_ptr + row).to(tl.float32)[:, None]
-    _store(y_ptr, bias_ptr, y, m, n, end, M, N, part, BIAS, PARTS)
+    store_tile(y_ptr, bias_ptr, y, m, n, end, M, N, part, BIAS, PARTS)
 
 
 _FORMS = {"int": 0, "nf4": 1, "e4m3": 2, "nvfp4": 3, "e2m1": 4}
@@ -512,34 +416,7 @@ def _parts_of(w: PackedWeight) -> dict[str, Any]:
 
 def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None = None) -> torch.Tensor:
     """y [M, N] of x [M, K]."""
-    return _of_words(x, w, bias, groups) if w.span else _product(x, w, bias, None, groups)[0]
-
-
-def _of_words(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None) -> torch.Tensor:
-    (m, k), n = x.shape, w.shape[0] // (1 if groups is None else groups.num_experts)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    if not m:
-        return y
-    bm, row_tiles, tiles_of = _row_tiles(x, groups)
-    if bm <= 16:
-        candidates = [config(2, 4, BM=bm, BN=32), config(4, 3, BM=bm, BN=128)]
-    else:  # 128 by 64 on sm_100 asks for more tensor memory than there is, which Triton answers with a trap
-        candidates = [config(4, 3, BM=bm, BN=64), config(8, 3, BM=bm, BN=64)]
-    processors = num_processors(x.device)
-
-    def run(c: Config) -> None:
-        parts, steps = _split(triton.cdiv(n, c["BN"]) * row_tiles, k // w.span, processors, least=2)
-        out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device) if parts > 1 else y
-        _gemm_words[(triton.cdiv(n, c["BN"]), row_tiles, parts)](
-            x, w.data.view(torch.int32), w.scale, w.data if w.zero is None else w.zero, x if bias is None else bias, out,
-            tiles_of, m, n, k, x.stride(0), w.scale.shape[1], w.group, steps, SPAN=w.span, TOGETHER=min(8, w.group * 8 // w.span),
-            ZERO=w.zero is not None, BIAS=bias is not None, PARTS=parts > 1, GROUPED=groups is not None, **c())  # fmt: skip
-        if parts > 1:
-            _add(out, bias, y)
-
-    launch(("gemm_words", w.group, w.span, w.zero is None, bm, n, k, groups is None), candidates, run, x.device)
-    return y
+    return _product(x, w, bias, None, groups)[0]
 
 
 def gemm_lora(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
@@ -561,7 +438,7 @@ def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, lora: 
         return y, None if lora is None else x.new_empty(0, rank)
     spread = w.bits == 2 and w.group == 32  # 16 inputs of each place in the byte are the least that a tensor core takes
     step = 128 if w.form == "nvfp4" or w.group == k else 64 if spread else min(w.group, 128)
-    bm, row_tiles, tiles_of = _row_tiles(x, groups)
+    bm, tiles, tiles_of = row_tiles(x, groups)
     # x in fp32 takes twice the shared memory for each stage
     deep = 2 if x.dtype == torch.float32 else 4
     candidates = [config(4, deep, BM=bm, BN=64), config(4, deep + 1, BM=bm, BN=32), config(8, deep, BM=bm, BN=128)]
@@ -569,16 +446,16 @@ def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, lora: 
     lows: list[torch.Tensor] = []
 
     def run(c: Config) -> None:
-        parts, steps = _split(triton.cdiv(n, c["BN"]) * row_tiles, triton.cdiv(k, step), processors)
+        parts, steps = split_steps(triton.cdiv(n, c["BN"]) * tiles, triton.cdiv(k, step), processors)
         out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device) if parts > 1 else y
         lows[:] = [x.new_empty(parts, m, rank)] if rank else [y]
-        _gemm[(triton.cdiv(n, c["BN"]), row_tiles, parts)](
+        _gemm[(triton.cdiv(n, c["BN"]), tiles, parts)](
             x_ptr=x, **(_parts_of(w) | {"N": n}), bias_ptr=x if bias is None else bias, a_ptr=a, b_ptr=b, y_ptr=out,
             low_ptr=lows[0], tiles_ptr=tiles_of, M=m, R=rank, stride_x=x.stride(0), steps=steps, scaling=scaling,
             SPREAD=spread, BIAS=bias is not None, LORA=rank > 0, PARTS=parts > 1, GROUPED=groups is not None, BK=step,
             BR=max(16, triton.next_power_of_2(rank)), **c())  # fmt: skip
         if parts > 1:
-            _add(out, bias, y)
+            add_parts(out, bias, y)
 
     launch(("gemm_weight", w.bits, w.form, w.group, bm, n, k, rank, groups is None, x.dtype), candidates, run, x.device)
     if not rank:
@@ -586,7 +463,7 @@ def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, lora: 
     return y, lows[0][0] if lows[0].shape[0] == 1 else lows[0].sum(0)
 
 
-def _row_tiles(x: torch.Tensor, groups: Groups | None) -> tuple[int, int, torch.Tensor]:
+def row_tiles(x: torch.Tensor, groups: Groups | None) -> tuple[int, int, torch.Tensor]:
     """(rows of a tile, number of such tiles, the list that they are taken from: anything without groups)."""
     if groups is not None:
         return groups.block, groups.tiles.shape[0], groups.tiles
@@ -594,7 +471,7 @@ def _row_tiles(x: torch.Tensor, groups: Groups | None) -> tuple[int, int, torch.
     return rows, triton.cdiv(x.shape[0], rows), x
 
 
-def _split(tiles: int, num_steps: int, processors: int, least: int = 4) -> tuple[int, int]:
+def split_steps(tiles: int, num_steps: int, processors: int, least: int = 4) -> tuple[int, int]:
     """(parts of K, steps of each): about four programs per multiprocessor hide each other's waits; a part has `least` steps or
     more, else it is mostly start and end."""
     parts = max(1, min(4 * processors // tiles, num_steps // least))
@@ -602,7 +479,7 @@ def _split(tiles: int, num_steps: int, processors: int, least: int = 4) -> tuple
     return triton.cdiv(num_steps, steps), steps
 
 
-def _add(parts: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+def add_parts(parts: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
     """y [M, N] = the sum of fp32 parts [P, M, N], plus bias."""
     num_parts, m, n = parts.shape
     _add_parts[(triton.cdiv(m * n, 1024),)](parts, parts if bias is None else bias, y, m * n, n, num_parts,
@@ -613,11 +490,6 @@ def dequantize(w: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """W [N, K] in `dtype`."""
     y = torch.empty(w.shape, dtype=dtype, device=w.data.device)
     n, k = w.shape
-    if w.span:
-        _dequantize_words[(triton.cdiv(n, 16), k // w.span)](
-            w.data.view(torch.int32), w.scale, w.data if w.zero is None else w.zero, y, n, k, w.scale.shape[1], w.group,
-            MIDDLE=w.middle, SPAN=w.span, ZERO=w.zero is not None, BN=16)  # fmt: skip
-        return y
     _dequantize[(triton.cdiv(n, 16), triton.cdiv(k, 512))](y_ptr=y, **_parts_of(w), BN=16, BK=512)
     return y
 
@@ -668,19 +540,19 @@ def _coded(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: 
         return y
     codes = torch.empty(m, k, dtype=torch.uint8 if float8 else torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    _by_row(x, codes, scale, FLOAT8=float8, VALUES=False)
-    bm, row_tiles, tiles_of = _row_tiles(x, groups)
+    by_row(x, codes, scale)
+    bm, tiles, tiles_of = row_tiles(x, groups)
     processors = num_processors(x.device)
 
     def run(c: Config) -> None:
-        grid = triton.cdiv(n, c["BN"]), row_tiles
-        parts, steps = _split(grid[0] * grid[1], triton.cdiv(k, 128), processors)
+        grid = triton.cdiv(n, c["BN"]), tiles
+        parts, steps = split_steps(grid[0] * grid[1], triton.cdiv(k, 128), processors)
         out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device) if parts > 1 else y
         _gemm_codes[(*grid, parts)](codes, w.data, scale, w.scale, x if bias is None else bias, out, tiles_of, m, n, k,
                                     w.data.shape[1], steps, MIDDLE=w.middle, BITS=w.bits, FLOAT8=float8, BIAS=bias is not None,
                                     PARTS=parts > 1, GROUPED=groups is not None, BK=128, **c())  # fmt: skip
         if parts > 1:
-            _add(out, bias, y)
+            add_parts(out, bias, y)
 
     candidates = [config(4, 4, BM=bm, BN=64), config(4, 4, BM=bm, BN=128)]
     launch(("gemm_codes", float8, w.bits, bm, n, k, groups is None, x.dtype), candidates, run, x.device)
@@ -691,14 +563,17 @@ def on_int8_rows(x: torch.Tensor) -> torch.Tensor:
     """x [M, K] rounded to the int8 grid of each row, in x's dtype."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _by_row(x, y, y, FLOAT8=False, VALUES=True)
+    by_row(x, y, y)
     return y
 
 
-def _by_row(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, **what: bool) -> None:
+def by_row(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, total: torch.Tensor | None = None) -> None:
+    """Fill `codes` (int8, E4M3 in uint8, or x's dtype for the values of int8 codes), `scale` and `total`, the codes' sums."""
     m, k = x.shape
     if m:
-        _code_rows[(m,)](x, codes, scale, x.stride(0), k, **what, BLOCK=triton.next_power_of_2(k), num_warps=8 if k > 2048 else 4)
+        _code_rows[(m,)](x, codes, scale, scale if total is None else total, x.stride(0), k, FLOAT8=codes.dtype == torch.uint8,
+                         VALUES=codes.is_floating_point(), SUM=total is not None, BLOCK=triton.next_power_of_2(k),
+                         num_warps=8 if k > 2048 else 4)  # fmt: skip
 
 
 def offline_cases() -> list[Case]:
@@ -741,20 +616,6 @@ def offline_cases() -> list[Case]:
             quick = (90,) if name in ("int4 g128", "nf4 lora", "int4 g128 experts") else ()
             cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4,
                               2 if "fp32" in name else 4, odd, quick))  # fmt: skip
-    of_words = types(_gemm_words, w_ptr="*i32")
-    hopper = bf16 | {90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*bf16"}
-    for name, zero, together, bm, bn, warps, parts in [
-        ("g128, few rows", False, 4, 16, 32, 2, True), ("g128", False, 4, 64, 64, 4, False),
-        ("affine g32", True, 1, 16, 32, 2, False), ("experts", False, 4, 16, 128, 4, False),
-    ]:  # fmt: skip
-        constants = {"SPAN": 256, "TOGETHER": together, "ZERO": zero, "BIAS": False, "PARTS": parts, "GROUPED": name == "experts",
-                     "BM": bm, "BN": bn}  # fmt: skip
-        cases.append(Case(f"gemm_weight int4 words {name}", _gemm_words, of_words, constants, hopper, warps,
-                          4 if warps == 2 else 3, ("M", "steps", "num_groups"), (90,) if "few" in name else ()))  # fmt: skip
-    cases.append(Case("gemm_weight dequantize int4 words", _dequantize_words,
-                      types(_dequantize_words, w_ptr="*i32", y_ptr="*bf16"),
-                      {"MIDDLE": 8, "SPAN": 256, "ZERO": False, "BN": 16}, {cc: r"st\.global\.v[24]" for cc in bf16},
-                      odd=("num_groups",), quick=()))  # fmt: skip
     shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
     for lora in (0, 16):
         constants = shared | {"LORA": lora > 0, "BM": 64, "BN": 32, "BJ": 64, "BR": 16}
@@ -762,8 +623,9 @@ def offline_cases() -> list[Case]:
                           () if lora else (90,)))  # fmt: skip
     cases.append(Case("gemm_weight dequantize nf4", _dequantize, types(_dequantize, y_ptr="*bf16"),
                       shared | {"BN": 16, "BK": 512}, {cc: r"ld\.global" for cc in WIDE_LOADS}, odd=odd, quick=()))  # fmt: skip
-    rows = {"x_ptr": "*bf16", "codes_ptr": "*bf16", "scale_ptr": "*bf16", "stride_x": "i32", "K": "i32"}
-    cases.append(Case("on_int8_rows", _code_rows, rows, {"FLOAT8": False, "VALUES": True, "BLOCK": 4096}, WIDE_LOADS, 8))
+    rows = {**dict.fromkeys(("x_ptr", "codes_ptr", "scale_ptr", "sum_ptr"), "*bf16"), "stride_x": "i32", "K": "i32"}
+    constants = {"FLOAT8": False, "VALUES": True, "SUM": False, "BLOCK": 4096}
+    cases.append(Case("on_int8_rows", _code_rows, rows, constants, WIDE_LOADS, 8))
     whole = {"x_ptr": "*i8", "w_ptr": "*u8", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16",
              "y_ptr": "*bf16", "tiles_ptr": "*i32", **{n: "i32" for n in ("M", "N", "K", "row_bytes", "steps")}}  # fmt: skip
     for bits, float8, grouped in ((8, False, False), (2, False, False), (8, True, False), (8, False, True)):

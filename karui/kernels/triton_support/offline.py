@@ -32,6 +32,7 @@ MODULES: tuple[str, ...] = (
     "karui.kernels.gemm_grouped.triton",
     "karui.kernels.gemm_mx.triton",
     "karui.kernels.gemm_weight.triton",
+    "karui.kernels.gemm_weight.words",
     "karui.kernels.linear_loss.triton",
     "karui.kernels.lora.triton",
     "karui.kernels.lora_rows.triton",
@@ -108,7 +109,7 @@ def compile_for(kernel: Any, signature: dict[str, str], constexprs: dict[str, An
     if shared > SHARED_LIMIT[cc]:
         raise KaruiError(f"{kernel.__name__}: {shared} bytes of shared memory, compute capability {cc} has {SHARED_LIMIT[cc]}.")
     if re.search(r"^\s*trap;", made.asm["ptx"], re.MULTILINE):
-        raise KaruiError(f"{kernel.__name__}: compiled into a trap for compute capability {cc} (more tensor memory than there is).")
+        raise KaruiError(f"{kernel.__name__}: compiled into a trap for compute capability {cc} (too much tensor memory).")
     return Compiled(made.asm["ptx"], shared, cc)
 
 

@@ -192,8 +192,11 @@ def test_inputs_on_the_int8_grid_of_their_rows(dtype, device, rng):
     assert torch.equal(got[0, 1], torch.zeros_like(got[0, 1])) and got.dtype == dtype
 
 
-@pytest.mark.parametrize(("spec", "k", "span"), [("w4g32", 512, 256), ("w4g32a", 384, 128), ("w4g128", 768, 256), ("w4", 640, 128), ("w4g64a", 1024, 256)])
-def test_words_of_eight_codes(spec, k, span, device, rng):
+@pytest.mark.parametrize(("spec", "k", "span"), [
+    ("w4g32", 512, 256), ("w4g32a", 384, 128), ("w4g128", 768, 256), ("w4", 640, 128), ("w4g64a", 1024, 256), ("mxfp4", 512, 256),
+    ("mxfp4", 384, 128), ("nvfp4", 384, 128), ("w1.58", 1024, 512), ("w2g32a", 1024, 512), ("w2g64", 768, 256), ("w2g32", 512, 512),
+    ("w1", 512, 512)])  # fmt: skip
+def test_codes_in_words(spec, k, span, device, rng):
     q, w = weight(spec, 50, k, device, rng)
     assert w.span == span and torch.equal(reference.dequantize(w), q.dequantize())
     assert torch.equal(dequantize_weight(w, torch.float32, "triton"), q.dequantize())
@@ -205,3 +208,14 @@ def test_words_of_eight_codes(spec, k, span, device, rng):
         close(gemm_weight(x, w, bias, "triton"), x.double() @ q.dequantize().double().t() + bias.double(), torch.float32)
     some = torch.tensor([3, 49, 3], device=device)
     assert torch.equal(dequantize_weight(w.rows(some), torch.float32, "triton"), q.dequantize()[some])
+
+
+@pytest.mark.parametrize("m", [1, 21])
+def test_ternary_words_and_int8(m, device, rng):
+    q, w = weight("w1.58", 50, 1024, device, rng)
+    assert w.span == 512
+    x = torch.randn(m, 1024, generator=rng, device=device)
+    assert torch.equal(gemm_int8(x, w, backend="triton"), gemm_int8(x, w, backend="torch"))
+    many = replace(w, data=w.data[:, :256].repeat(1, 64).contiguous(), shape=(50, 64 * 1024))  # long enough to be split into parts
+    x = torch.randn(m, many.shape[1], generator=rng, device=device)
+    close(gemm_int8(x, many, backend="triton"), gemm_int8(x, many, backend="torch").double(), torch.float32)

@@ -1,6 +1,6 @@
 """The inline assembly of `gemm_weight`, which neither the interpreter nor an absent GPU runs, read instruction by instruction.
 
-`run` follows the PTX manual for the few instructions that the blocks hold: shr, and, mov, fma of bf16 pairs, lop3 with 0xea = (a & b) | c,
+`run` follows the PTX manual for the few instructions that the blocks hold: shl, shr, and, mov, fma of bf16 pairs, lop3 with 0xea = (a & b) | c,
 and prmt in its default mode, where a selector's digit is 0..7 (with its fourth bit set the sign would be repeated: refused here).
 """
 
@@ -14,8 +14,11 @@ import torch
 pytest.importorskip("triton")
 
 from karui.kernels.gemm_weight import triton as kernels
+from karui.kernels.gemm_weight import words
 from karui.kernels.quantize.elements import E2M1, values
 from karui.kernels.quantize.nf4 import CODEBOOK
+
+E2M1_VALUES = values(E2M1).tolist()
 
 
 def bf16(bits):
@@ -49,6 +52,8 @@ def run(assembly, *words, first=4):
             out = a
         elif name == "shr":
             out = a >> b
+        elif name == "shl":
+            out = a << b
         elif name == "and":
             out = a & b
         elif name == "fma":
@@ -76,20 +81,35 @@ def test_every_code_at_every_place(name, entries):
             assert got == [table[c >> shift & 15] & 0xFFFF for c in codes]
 
 
-@pytest.mark.parametrize(("name", "shift"), [("_WORDS_ASM", 128), ("_CENTRED_ASM", -8)])
-def test_every_place_of_words(name, shift):
+WORDS = {
+    "_INT4": (4, lambda c: 128 + c), "_INT4_CENTRED": (4, lambda c: c - 8), "_INT2": (2, lambda c: 128 + c), "_INT2_CENTRED": (2, lambda c: c - 2),
+    "_TERNARY": (2, lambda c: c - 1), "_E2M1": (4, lambda c: E2M1_VALUES[c]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_every_place_of_two_words(name):
+    draw, (bits, value) = random.Random(0), WORDS[name]
+    for _ in range(200):
+        pair = [draw.randrange(2**32) for _ in range(2)]
+        for place, out in enumerate(run(getattr(words, name).value, *pair, first=32 // bits)):
+            assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [value(w >> bits * place & 2**bits - 1) for w in pair]
+
+
+def test_every_place_of_four_words():
     draw = random.Random(0)
     for _ in range(200):
-        words = [draw.randrange(2**32) for _ in range(2)]
-        for place, pair in enumerate(run(getattr(kernels, name).value, *words, first=8)):
-            assert [bf16(pair & 0xFFFF), bf16(pair >> 16)] == [(w >> 4 * place & 15) + shift for w in words]
+        four = [draw.randrange(2**32) for _ in range(4)]
+        for place, out in enumerate(run(words._CODES2.value, *four, first=16)):
+            assert list(out.to_bytes(4, "little")) == [w >> 2 * place & 3 for w in four]
 
 
-def test_a_zero_point_leaves_exactly():
+def test_a_zero_point_leaves_and_a_scale_comes_exactly():
     to_bits = lambda v: struct.unpack("<I", struct.pack("<f", v))[0] >> 16  # noqa: E731
     for code in range(16):
         for zero in range(16):
-            pair = to_bits(128.0 + code) | to_bits(143.0) << 16
-            less = to_bits(-128.0 - zero) * 0x10001
-            (out,) = run(kernels._LESS_ASM.value, pair, less, first=1)
+            (out,) = run(words._LESS.value, to_bits(128.0 + code) | to_bits(143.0) << 16, to_bits(-128.0 - zero) * 0x10001, first=1)
             assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [code - zero, 15 - zero]
+        for scale in (0.001953125, 0.0625, 1.75, 448.0):
+            (out,) = run(words._TIMES.value, to_bits(E2M1_VALUES[code]) | to_bits(-6.0) << 16, to_bits(scale) * 0x10001, first=1)
+            assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [E2M1_VALUES[code] * scale, -6 * scale]
