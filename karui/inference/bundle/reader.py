@@ -251,7 +251,8 @@ class ModelFolder(Opened):
         self._stored = {transformers_name(name): name for name in files.names()}
         if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):
             text = config["text_config"]
-            config = self.config = {**_GEMMA3_TEXT, "eos_token_id": config.get("eos_token_id"), **text, "model_type": "gemma3_text"}
+            own = {"eos_token_id": config.get("eos_token_id", text.get("eos_token_id")), "model_type": "gemma3_text"}
+            config = self.config = {**_GEMMA3_TEXT, **text, **own}
             found = {_TEXT_PART.sub("", name): stored for name, stored in self._stored.items() if not _TOWER.match(name)}
             logger.info("%s: the text model alone; %d tensors of the vision tower are passed over", path,
                         len(self._stored) - len(found))
