@@ -1,15 +1,15 @@
 """Formats of the KV cache: bytes per token, perplexity, and tokens per second at long contexts.
 
     python benchmarks/kv_cache.py [--quick] [--json OUT] [--only quality|speed] [--windows 8] [--context 2048] [--model NAME]
-                                  [--formats kivi2,kvquant3,...]
+                                  [--formats kivi2,kvquant3,...] [--contexts 4096 8000] [--threads 2]
 
 Quality: wikitext2_test.txt as one string, no special tokens, non-overlapping windows of `context` tokens, every token but a
 window's first is scored by `Engine.score`, mean over all, exp. A row sees the keys and values that decoding would see there: those
 of the cache. Torch runner, fp32 weights and activations. The peer is the same engine with an fp32 cache; the ratio is perplexity
 over its.
 
-Speed: native runner, w4g32 weights with an int8 head, 2 threads, one stream that has `4096` and `8000` tokens in its cache and
-decodes 64 more; formats in turn, best of the rounds. The peer is the fp16 cache in the same run.
+Speed: native runner, w4g32 weights with an int8 head, one stream that has 4,096 and 8,000 tokens in its cache and decodes 64 more;
+formats in turn, best of the rounds. The peer is the fp16 cache in the same run.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def speed(a: argparse.Namespace) -> list[Figure]:
         ids = load_tokenizer(opened.tokenizer_path)(text, add_special_tokens=False, verbose=False)["input_ids"]
         config = from_hf(opened.config)
         engines = {
-            kv_dtype: Engine(NativeRunner(config, weights, threads=2), kv_dtype=kv_dtype, max_sequences=1, memory="1GiB")
+            kv_dtype: Engine(NativeRunner(config, weights, threads=a.threads), kv_dtype=kv_dtype, max_sequences=1, memory="1GiB")
             for kv_dtype in SPEED
         }
         for _ in range(a.rounds):
@@ -171,12 +171,13 @@ def main() -> None:
     parser.add_argument("--formats", help="only these, by name, with commas between them")
     parser.add_argument("--contexts", type=int, nargs="+")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--threads", type=int, default=2)
     a = parser.parse_args()
     a.windows, a.rounds = a.windows or (2 if a.quick else 8), a.rounds or (1 if a.quick else 3)
     a.contexts = a.contexts or ([4096] if a.quick else [4096, 8000])
     figures = [] if a.only == "quality" else speed(a)
     figures += [] if a.only == "speed" else quality(a)
-    report(figures, a.json, model=a.model, context=a.context, windows=a.windows, rounds=a.rounds)
+    report(figures, a.json, model=a.model, context=a.context, windows=a.windows, rounds=a.rounds, threads=a.threads)
 
 
 if __name__ == "__main__":

@@ -113,3 +113,17 @@ def test_check_sees_a_leak():
     pool.check([[block]])
     with pytest.raises(AssertionError, match="more often than held"):
         pool.release([block, block])
+
+
+def test_settled_blocks_are_full_or_nobody_s_since_it_was_last_asked():
+    pool = BlockPool(4, BLOCK, HashedIndex())
+    first, second = pool.take(), pool.take()
+    pool.share(second)
+    assert pool.settled == set()
+    pool.enter(pool.index.name(pool.index.root("s"), [1, 2, 3]), first)
+    pool.release([second])
+    assert pool.settled == {first}  # the other one is still held
+    pool.settled.clear()
+    pool.release([first, second])
+    assert pool.settled == {first, second}
+    assert {pool.take() for _ in range(4)} == {0, 1, 2, 3} and pool.settled == set()  # handed out again, they are somebody's
