@@ -57,7 +57,7 @@ def plan_states(runner: Runner, memory: int | str | None, max_sequences: int, dr
     if pages < 2:
         raise KaruiError(f"KV memory: {budget:,} bytes, of which recurrent states may take half, do not hold the three pages of "
                          f"{per_page:,} bytes that one sequence of this model needs. Raise memory.")
-    sequences = min(max_sequences, pages // 2)
+    sequences = min(max_sequences, max(1, pages // 3))  # where memory is short a third is still for drafts and the prefix cache
     logger.info("recurrent states: %d pages of %d bytes, whatever the context: two for each of %d sequences, %d for drafts and "
                 "the prefix cache", pages, per_page, sequences, pages - 2 * sequences)
     if sequences < max_sequences:

@@ -208,9 +208,10 @@ def test_memory_is_planned_and_told(caplog: pytest.LogCaptureFixture) -> None:
     engine = make(runner, memory=40 * page, max_sequences=8, max_context=32)
     assert engine.scheduler.states is not None and engine.scheduler.states.num_pages == 19  # half of the budget, with the zeros
     assert engine.pool.num_blocks * 4 * runner.kv_bytes_per_token("float32") <= 20 * page
-    assert f"recurrent states: 19 pages of {page} bytes, whatever the context: two for each of 8 sequences, 3 for drafts" in caplog.text
-    make(runner, memory=20 * page, max_sequences=8, max_context=32)
-    assert "4 sequences run at once instead of 8: the memory holds no more recurrent states" in caplog.text
+    assert f"recurrent states: 19 pages of {page} bytes, whatever the context: two for each of 6 sequences, 7 for drafts" in caplog.text
+    assert "6 sequences run at once instead of 8: the memory holds no more recurrent states" in caplog.text
+    engine = make(runner, memory=6 * page, max_sequences=8, max_context=8)
+    assert engine.scheduler.max_sequences == 1 and len(engine.generate([[3, 4]], SamplingParams(max_tokens=5))[0].token_ids) == 5
     with pytest.raises(KaruiError, match="do not hold the three pages"):
         make(runner, memory=5 * page)
 
