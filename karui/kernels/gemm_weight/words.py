@@ -285,8 +285,10 @@ def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Gr
     bm, tiles, tiles_of = row_tiles(x, groups)
     if bm <= 16:
         candidates = [config(2, 4, BM=bm, BN=32), config(4, 3, BM=bm, BN=128)]
-    else:  # 128 by 64 on sm_100 asks for more tensor memory than there is, which Triton answers with a trap
+    elif w.bits == 4:  # larger ones ask for more tensor memory than sm_100 has, which Triton answers with a trap
         candidates = [config(4, 3, BM=bm, BN=64), config(8, 3, BM=bm, BN=64)]
+    else:
+        candidates = [config(4, 2, BM=bm, BN=32)]
     words, (data, scale, zero, divisor) = w.span, _tensors(w)
     processors = num_processors(x.device)
 
@@ -349,18 +351,18 @@ def offline_cases() -> list[Case]:
     mma = r"mma\.sync[.a-z0-9]*bf16"
     bf16 = {80: mma, 90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*bf16", 100: r"(tcgen05\.mma|mma\.sync)", 120: mma}
     odd, cases = ("M", "steps", "num_groups"), []
-    for name, bits, form, middle, span, group, zero, bm, bn, warps in [
-        ("int4 g128, few rows", 4, 0, 8, 256, 128, False, 16, 32, 2), ("int4 g128", 4, 0, 8, 256, 128, False, 64, 64, 4),
-        ("int4 g32", 4, 0, 8, 256, 32, False, 16, 32, 2), ("int4 affine g32", 4, 0, 0, 256, 32, True, 16, 32, 2),
-        ("int4 experts", 4, 0, 8, 256, 128, False, 16, 128, 4), ("ternary", 2, 0, 1, 512, 0, False, 16, 32, 2),
-        ("int2 affine g32", 2, 0, 0, 512, 32, True, 16, 32, 2), ("mxfp4", 4, 4, 0, 256, 32, False, 16, 32, 2),
-        ("nvfp4", 4, 3, 0, 128, 16, False, 16, 32, 2),
+    for name, bits, form, middle, span, group, zero, bm, bn, warps, stages in [
+        ("int4 g128, few rows", 4, 0, 8, 256, 128, False, 16, 32, 2, 4), ("int4 g128", 4, 0, 8, 256, 128, False, 64, 64, 4, 3),
+        ("int4 g32", 4, 0, 8, 256, 32, False, 16, 32, 2, 4), ("int4 affine g32", 4, 0, 0, 256, 32, True, 16, 32, 2, 4),
+        ("int4 experts", 4, 0, 8, 256, 128, False, 16, 128, 4, 3), ("ternary", 2, 0, 1, 512, 0, False, 16, 32, 2, 4),
+        ("ternary, many rows", 2, 0, 1, 512, 0, False, 64, 32, 4, 2), ("mxfp4", 4, 4, 0, 256, 32, False, 16, 32, 2, 4),
+        ("int2 affine g32", 2, 0, 0, 512, 32, True, 16, 32, 2, 4), ("nvfp4", 4, 3, 0, 128, 16, False, 16, 32, 2, 4),
     ]:  # fmt: skip
         changed = {"scale_ptr": "*u8"} if form == 3 else {"scale_ptr": "*fp32"} if form == 4 else {}
         signature = {n: (kinds | changed)[n] for n in _gemm.arg_names if n in kinds}
         constants = {"BITS": bits, "FORM": form, "MIDDLE": middle, "SPAN": span, "GROUP": group, "ZERO": zero,
                      "BIAS": False, "PARTS": "few" in name, "GROUPED": "experts" in name, "BM": bm, "BN": bn}  # fmt: skip
-        cases.append(Case(f"gemm_weight words {name}", _gemm, signature, constants, bf16, warps, 4 if warps == 2 else 3, odd,
+        cases.append(Case(f"gemm_weight words {name}", _gemm, signature, constants, bf16, warps, stages, odd,
                           (90,) if "few" in name or name == "nvfp4" else ()))  # fmt: skip
     signature = {n: (kinds | {"x_ptr": "*i8"})[n] for n in _gemm_codes.arg_names if n in kinds}
     constants = {"MIDDLE": 1, "SPAN": 512, "BIAS": False, "PARTS": False, "GROUPED": False, "BM": 16, "BN": 32}
