@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def main() -> None:
     given = arguments(__doc__ or "").parse_args()
     rounds = 3 if given.quick else 7
-    figures = bytes_of_a_sequence()
+    figures = [*bytes_of_a_sequence(), *recurrences(256 if given.quick else 512, rounds)]
     attention = made("llama", {})
     for kind, changes in KINDS.items():
         hybrid = made(kind, changes)
@@ -77,6 +77,32 @@ def bytes_of_a_sequence() -> list[Figure]:
                 name=f"{name}, context {context}", ours=(state + context * token) / 1e6, peer=context * peer / 1e6,
                 peer_name="attention in every layer", better="lower", goal=1.0 if context > 4096 else None, unit="MB",
                 note=f"state {state / 1e6:.2f} MB, {token} bytes/token against {peer}; even at {state / (peer - token):.0f} tokens"))  # fmt: skip
+    return found
+
+
+def recurrences(rows: int, rounds: int) -> list[Figure]:
+    """One layer's recurrence alone, in the shapes of Qwen3-Next and Granite-4.0-H-Small: chunked against row by row."""
+    import torch
+
+    from karui.inference.models.recurrent import delta_net, mamba2
+
+    def unit(*shape: int) -> torch.Tensor:
+        return torch.nn.functional.normalize(torch.randn(1, rows, *shape), dim=-1)
+
+    def step(rule: Any, given: tuple[torch.Tensor, ...]) -> Any:
+        def run_it() -> None:
+            rule(*given)
+
+        run_it.prepared = lambda: None  # type: ignore[attr-defined]
+        return run_it
+
+    delta = (unit(32, 128), unit(32, 128), unit(32, 128), -torch.rand(1, rows, 32), torch.rand(1, rows, 32), torch.zeros(1, 32, 128, 128))
+    state = (unit(128, 64), -torch.rand(1, rows, 128), unit(128, 128), unit(128, 128), torch.zeros(1, 128, 64, 128))
+    found = []
+    for name, module, given in (("delta rule", delta_net, delta), ("Mamba-2", mamba2, state)):
+        times = in_turn({"chunked": step(module.chunked, given), "rows": step(module.recur, given)}, rounds)
+        found.append(Figure(name=f"{name}: {rows} rows of one layer", ours=rows / times["chunked"], peer=rows / times["rows"],
+                            peer_name="row by row", goal=1.0, unit="rows/s"))  # fmt: skip
     return found
 
 
