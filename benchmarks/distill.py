@@ -236,10 +236,10 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "MQA, mean": [{"method": "merge-kv-heads", "kv_heads": 1}],
     "MQA, first": [{"method": "merge-kv-heads", "kv_heads": 1, "pooling": "first"}],
     "MLA, rank 128": [{"method": "mla", "rank": 128, "samples": 32}],
+    "MLA, rank 64": [{"method": "mla", "rank": 64, "samples": 32}],
     "window 64, 1 of 4 global": [{"method": "sliding-window", "window": 64, "every": 4}],
     "4 experts, 2 a token": [{"method": "upcycle-moe", "experts": 4, "top_k": 2}],
     "8 thin experts, 6 a token": [{"method": "upcycle-moe", "experts": 8, "top_k": 6, "split": 8}],
-    "MLA, rank 64": [{"method": "mla", "rank": 64, "samples": 32}],
 }
 
 VIOLENT = ("MQA, mean", "MQA, first", "8 thin experts, 6 a token")  # start more than two nats above the model
