@@ -309,6 +309,20 @@ def quantize(
     )
 
 
+@app.command("kv-levels")
+def kv_levels(
+    model: Annotated[str, typer.Argument(help="A bundle or a model folder.")],
+    calibration: Annotated[Path, typer.Option(help="Text file like what will be served.")],
+    kv_dtype: Annotated[str, typer.Option("--format", help="kvquant4, kvquant3 or kvquant2.")] = "kvquant3",
+    samples: Annotated[int, typer.Option(help="Calibration samples.")] = 16,
+    length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = 512,
+) -> None:
+    """Fit the levels of a KVQuant cache to a model and put them beside its weights, for --kv-dtype."""
+    from karui.trainers.kv_levels import make_levels
+
+    typer.echo(f"{make_levels(model, kv_dtype=kv_dtype, calibration=calibration, samples=samples, length=length)}")
+
+
 @app.command()
 def bench(
     model: Annotated[str, typer.Argument(help="A bundle, a model folder, or a catalogue name.")],

@@ -98,7 +98,7 @@ def _set_kv_levels(opened: Opened, runner: Runner, kv_dtype: str) -> None:
         raise UnsupportedError(f"kv_dtype {kv_dtype!r} is served by the torch runner alone; load the engine with runner='torch'.")
     if not file.is_file():
         raise KaruiError(f"kv_dtype {kv_dtype!r} needs levels fitted to this model, and {file} is not there: make them with "
-                         "karui.qat.kvquant.calibrate.")
+                         f"karui kv-levels --format {kv_dtype}.")
     levels = KVLevels.load(file)
     if not levels.target:
         logger.warning("%s does not say which model it was made for", file)

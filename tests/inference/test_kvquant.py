@@ -215,7 +215,7 @@ def test_a_bundle_keeps_its_levels_and_a_wrong_file_is_refused(tmp_path):
     export_model(tmp_path / "hf", "w8", tmp_path / "bundle", embedding_spec="w8")
     prompt = Request(prompt=[5, 6, 7], params=SamplingParams(max_tokens=5))
     load = dict(kv_dtype="kvquant3", memory="4MB")
-    with pytest.raises(KaruiError, match=r"kvquant3\.safetensors is not there: make them with karui\.qat\.kvquant\.calibrate"):
+    with pytest.raises(KaruiError, match=r"kvquant3\.safetensors is not there: make them with karui kv-levels --format kvquant3"):
         Engine.load(tmp_path / "bundle", **load)
     file = tmp_path / "bundle" / file_of("kvquant3")
     levels.save(file)

@@ -15,6 +15,7 @@ from karui.cli import app
 from karui.configs import KaruiError, UnsupportedError
 from karui.inference.engine import Engine
 from karui.qat.methods import METHODS, TRAINED
+from karui.trainers.kv_levels import make_levels
 from karui.trainers.quantize import quantize_to_bundle
 from tests.qat.test_experts import moe
 
@@ -203,3 +204,19 @@ def test_efficient_qat_runs_like_any_method(tiny_folder, tmp_path):
                                   samples=8, length=64)
     facts = manifest.provenance.notes["quantization"]
     assert facts["e2e_loss"] <= facts["e2e_loss_before"] and manifest.parity["max_abs_dlogprob"] <= 2e-3
+
+
+def test_levels_of_a_kvquant_cache_go_beside_a_bundle(tiny_folder, text, tmp_path):
+    quantize_to_bundle(str(tiny_folder), tmp_path / "out", method="rtn", spec="w4g32")
+    given = ["kv-levels", str(tmp_path / "out"), "--calibration", str(text), "--samples", "8", "--length", "64"]
+    done = CliRunner().invoke(app, [*given, "--format", "kvquant4"])
+    assert done.exit_code == 0 and (tmp_path / "out" / "kvquant4.safetensors").is_file(), done.output
+    rough, plain = (Engine.load(tmp_path / "out", runner="torch", kv_dtype=kind, max_context=128, memory="8MB")
+                    for kind in ("kvquant4", "float32"))  # fmt: skip
+    ids = [[5 + i % 60 for i in range(100)]]
+    error = (rough.score(ids)[0] - plain.score(ids)[0]).abs()
+    assert 0 < error.mean() < 0.1
+    with pytest.raises(KaruiError, match=r"--format 'kivi4' needs no levels; those that do: kvquant4"):
+        make_levels(str(tmp_path / "out"), kv_dtype="kivi4", calibration=text)
+    with pytest.raises(KaruiError, match="tokens; 900 samples of 64 need"):
+        make_levels(str(tmp_path / "out"), kv_dtype="kvquant3", calibration=text, samples=900, length=64)

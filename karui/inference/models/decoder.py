@@ -116,7 +116,7 @@ class TorchRunner:
 
     def _levels(self, kv_dtype: str) -> KVLevels:
         if (found := self._kv_levels.get(BITS[kv_dtype])) is None:
-            raise UnsupportedError(f"kv_dtype {kv_dtype!r} needs levels fitted to this model: karui.qat.kvquant.calibrate makes "
+            raise UnsupportedError(f"kv_dtype {kv_dtype!r} needs levels fitted to this model: karui kv-levels makes "
                                    f"them, {file_of(kv_dtype)} in the model's folder is where they are looked for.")
         return found
 
