@@ -61,15 +61,17 @@ def _e2m1_asm() -> str:
 
 
 def _bytes_asm() -> str:
-    """Four words of 2-bit codes, $16 to $19 -> the four bytes of each of their 16 places."""
-    lines = [".reg .b32 a, b, c, d, t;"]
+    """Four words of 2-bit codes, $16 to $19 -> the four bytes of each of their 16 places. All words are read before the first
+    place is written, because an output may have an input's register."""
+    lines = [".reg .b32 a, b, c, t<4>;"]
     for byte in range(4):
         pick = f"0x{0x0040 + byte * 0x11:04x}"
-        lines += [f"prmt.b32 a, $16, $17, {pick};", f"prmt.b32 b, $18, $19, {pick};", "prmt.b32 t, a, b, 0x5410;"]
+        lines += [f"prmt.b32 a, $16, $17, {pick};", f"prmt.b32 b, $18, $19, {pick};", f"prmt.b32 t{byte}, a, b, 0x5410;"]
+    for byte in range(4):
         for place in range(4):
             if place:
-                lines.append(f"shr.u32 c, t, {2 * place};")
-            lines.append(f"and.b32 ${4 * byte + place}, {'c' if place else 't'}, 0x03030303;")
+                lines.append(f"shr.u32 c, t{byte}, {2 * place};")
+            lines.append(f"and.b32 ${4 * byte + place}, {'c' if place else f't{byte}'}, 0x03030303;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 

@@ -113,3 +113,14 @@ def test_a_zero_point_leaves_and_a_scale_comes_exactly():
         for scale in (0.001953125, 0.0625, 1.75, 448.0):
             (out,) = run(words._TIMES.value, to_bits(E2M1_VALUES[code]) | to_bits(-6.0) << 16, to_bits(scale) * 0x10001, first=1)
             assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [E2M1_VALUES[code] * scale, -6 * scale]
+
+
+@pytest.mark.parametrize("name", ["_ASM", "_NF4_ASM", "_E2M1_ASM", *WORDS, "_CODES2", "_LESS", "_TIMES"])
+def test_inputs_are_read_before_an_output_is_written(name):
+    """Nothing keeps a compiler from giving an output the register of an input."""
+    lines = getattr(words if hasattr(words, name) else kernels, name).value.strip("{}\n").split("\n")
+    read = [re.findall(r"\$(\d+)", line.split(",", 1)[-1]) for line in lines]
+    written = [re.search(r"^\S+ \$(\d+),", line) for line in lines]
+    outputs = {found.group(1) for found in written if found}
+    first = next(i for i, found in enumerate(written) if found)
+    assert not [i for i, names in enumerate(read) if set(names) - outputs and i > first]
