@@ -10,7 +10,10 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -57,6 +60,20 @@ def peer_python(name: str) -> Path | None:
     folder = os.environ.get("KARUI_PEERS")
     python = Path(folder) / name / "bin" / "python" if folder else None
     return python if python is not None and python.exists() else None
+
+
+def in_turn(steps: dict[str, Any], rounds: int, before: Callable[[Any], Any] = lambda step: None) -> dict[str, float]:
+    """Median seconds of each, one after the other in every round; `before` a step's first call, which warms up, it is prepared."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            if not turn:
+                before(step)
+            begin = time.perf_counter()
+            step()
+            if turn:
+                found[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def report(figures: list[Figure], out: Path | None, **extra: Any) -> None:

@@ -10,11 +10,10 @@ same recurrences row by row. Prefix cache: a prompt that is repeated, with its s
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
-from figures import Figure, arguments, report
+from figures import Figure, arguments, in_turn, report
 
 SHAPES: dict[str, dict[str, Any]] = {
     "LFM2-1.2B": dict(
@@ -49,7 +48,7 @@ def main() -> None:
     for kind, changes in KINDS.items():
         hybrid = made(kind, changes)
         for context in (512, 8192) if given.quick else (512, 8192, 32768):
-            times = in_turn({"hybrid": decode(hybrid, context), "attention": decode(attention, context)}, rounds)
+            times = in_turn({"hybrid": decode(hybrid, context), "attention": decode(attention, context)}, rounds, lambda step: step.prepared())
             figures.append(Figure(name=f"{kind}: decode at context {context}", ours=1 / times["hybrid"], peer=1 / times["attention"],
                                   peer_name="attention in every layer", goal=1.0 if context > 4096 else None, unit="tokens/s"))
         if kind != "lfm2":
@@ -93,7 +92,6 @@ def recurrences(rows: int, rounds: int) -> list[Figure]:
         def run_it() -> None:
             rule(*given)
 
-        run_it.prepared = lambda: None  # type: ignore[attr-defined]
         return run_it
 
     delta = (unit(32, 128), unit(32, 128), unit(32, 128), -torch.rand(1, rows, 32), torch.rand(1, rows, 32), torch.zeros(1, 32, 128, 128))
@@ -171,7 +169,7 @@ def prefill(run: Any, kind: str, rounds: int, rows: int) -> Figure:
         run_it.prepared = lambda: ready(run, rows)  # type: ignore[attr-defined]
         return run_it
 
-    times = in_turn({"chunked": step(chunked), "rows": step(module.recur)}, rounds)
+    times = in_turn({"chunked": step(chunked), "rows": step(module.recur)}, rounds, lambda step: step.prepared())
     return Figure(name=f"{kind}: prefill of {rows}", ours=rows / times["chunked"], peer=rows / times["rows"], peer_name="row by row",
                   goal=1.0, unit="tokens/s")  # fmt: skip
 
@@ -191,20 +189,6 @@ def prefix(run: Any, kind: str, length: int) -> Figure:
         seconds.append(time.perf_counter() - begin)
     return Figure(name=f"{kind}: first token of a repeated prompt of {length}", ours=1 / seconds[1], peer=1 / seconds[0],
                   peer_name="the first time", goal=1.0, unit="prompts/s", note=f"{output.num_cached_tokens} tokens found")  # fmt: skip
-
-
-def in_turn(steps: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Median seconds of each, one after the other in every round; memory is prepared outside of the time."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            if not turn:
-                step.prepared()
-            begin = time.perf_counter()
-            step()
-            if turn:  # the first one warms up
-                found[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(times) for name, times in found.items()}
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ against all keys.
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any
 
-from figures import Figure, arguments, report
+from figures import Figure, arguments, in_turn, report
 
 ATTENTION: dict[str, Any] = dict(
     hidden_size=2048, num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128,
@@ -104,18 +102,6 @@ def read_of(run: Any, context: int) -> int:
     from karui.inference.models import latent
 
     return latent.bytes_read(run.config, "float32", context)
-
-
-def in_turn(steps: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Median seconds of each, one after the other in every round."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            begin = time.perf_counter()
-            step()
-            if turn:  # the first one warms up
-                found[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(times) for name, times in found.items()}
 
 
 if __name__ == "__main__":

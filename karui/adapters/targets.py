@@ -13,6 +13,7 @@ from karui.configs.errors import KaruiError, UnsupportedError, nearest
 logger = logging.getLogger(__name__)
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
+
 def linears(model: nn.Module) -> list[str]:
     """Full names of all linear layers, packed ones too."""
     return [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, QuantizedLinear))]

@@ -94,7 +94,7 @@ def load(engine_class: type[Engine], path: str | Path, *, device: str = "auto", 
 def _set_kv_levels(opened: Opened, runner: Runner, kv_dtype: str) -> None:
     """Give the runner the levels that were fitted to this model's keys and values."""
     file = opened.path / file_of(kv_dtype)
-    if not isinstance(runner, TorchRunner) or type(runner) is not TorchRunner:
+    if type(runner) is not TorchRunner:
         raise UnsupportedError(f"kv_dtype {kv_dtype!r} is served by the torch runner alone; load the engine with runner='torch'.")
     if not file.is_file():
         raise KaruiError(f"kv_dtype {kv_dtype!r} needs levels fitted to this model, and {file} is not there: make them with "

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -597,11 +598,8 @@ def _stack(found: dict[tuple[int, int], LoraWeights], own: list[slice], slots: i
 
 def _concatenated(parts: list[PackedWeight]) -> PackedWeight:
     first = parts[0]
-    cat = [torch.cat([getattr(p, name) for p in parts]) for name in ("data", "scale")]
-    zero, divisor = (None if getattr(first, name) is None else torch.cat([getattr(p, name) for p in parts])
-                     for name in ("zero", "divisor"))
-    shape = (sum(p.shape[0] for p in parts), first.shape[1])
-    return replace(first, data=cat[0], scale=cat[1], zero=zero, divisor=divisor, shape=shape)
+    joined: dict[str, Any] = {name: torch.cat([p.tensors[name] for p in parts]) for name in first.tensors}
+    return replace(first, **joined, shape=(sum(p.shape[0] for p in parts), first.shape[1]))
 
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:

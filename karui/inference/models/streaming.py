@@ -115,9 +115,10 @@ def _tensors(w: torch.Tensor | PackedWeight | QTensor) -> dict[str, torch.Tensor
     """What a weight consists of."""
     if isinstance(w, torch.Tensor):
         return {"": w}
-    names = ("data", "scale", "zero", "divisor") if isinstance(w, PackedWeight) else ("codes", "scale", "zero")
-    found = {name: getattr(w, name) for name in names if getattr(w, name) is not None}
-    return found | ({f"extra.{k}": t for k, t in (w.extra or {}).items()} if isinstance(w, QTensor) else {})
+    if isinstance(w, PackedWeight):
+        return w.tensors
+    found = {name: getattr(w, name) for name in ("codes", "scale", "zero") if getattr(w, name) is not None}
+    return found | {f"extra.{k}": t for k, t in (w.extra or {}).items()}
 
 
 def on_meta(w: torch.Tensor | PackedWeight | QTensor) -> Any:

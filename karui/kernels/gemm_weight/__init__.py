@@ -65,24 +65,29 @@ class PackedWeight:
     def group(self) -> int:
         return self.shape[1] // self.scale.shape[1]
 
-    def to(self, device: torch.device | str) -> PackedWeight:
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What it consists of, by field."""
         held = {name: getattr(self, name) for name in ("data", "scale", "zero", "divisor")}
-        moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
+        return {name: t for name, t in held.items() if t is not None}
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors.items()}
         return replace(self, **moved)
 
     def rows(self, at: torch.Tensor) -> PackedWeight:
         """The weight of the rows `at` [n] int64: what a look-up in an embedding reads."""
 
-        def pick(t: torch.Tensor | None) -> torch.Tensor | None:
+        def pick(t: torch.Tensor) -> torch.Tensor:
             # torch does not index every 8-bit float on every device
-            return None if t is None else t.view(torch.uint8)[at].view(t.dtype) if t.element_size() == 1 else t[at]
+            return t.view(torch.uint8)[at].view(t.dtype) if t.element_size() == 1 else t[at]
 
-        picked: dict[str, Any] = {name: pick(getattr(self, name)) for name in ("data", "scale", "zero", "divisor")}
+        picked: dict[str, Any] = {name: pick(t) for name, t in self.tensors.items()}
         return replace(self, **picked, shape=(len(at), self.shape[1]))
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero, self.divisor) if t is not None)
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
 def pack_weight(q: QTensor) -> PackedWeight:

@@ -429,9 +429,8 @@ def gemm_lora(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, a: to
 
 def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, lora: tuple[torch.Tensor, torch.Tensor, float] | None,
              groups: Groups | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    (m, k), n = x.shape, w.shape[0] // (1 if groups is None else groups.num_experts)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    x, y = rows_and_output(x, w, groups)
+    (m, k), n = x.shape, y.shape[1]
     a, b, scaling = (x, x, 0.0) if lora is None else (lora[0].contiguous(), lora[1].contiguous(), lora[2])
     rank = 0 if lora is None else a.shape[0]
     if not m:
@@ -461,6 +460,12 @@ def _product(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, lora: 
     if not rank:
         return y, None
     return y, lows[0][0] if lows[0].shape[0] == 1 else lows[0].sum(0)
+
+
+def rows_and_output(x: torch.Tensor, w: PackedWeight, groups: Groups | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] with neighbours side by side, and room for its product [M, N]."""
+    n = w.shape[0] // (1 if groups is None else groups.num_experts)
+    return x if x.stride(-1) == 1 else x.contiguous(), torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
 
 
 def row_tiles(x: torch.Tensor, groups: Groups | None) -> tuple[int, int, torch.Tensor]:
@@ -533,9 +538,8 @@ def gemm_float8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, gro
 
 
 def _coded(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None, float8: bool) -> torch.Tensor:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    (m, k), n = x.shape, w.shape[0] // (1 if groups is None else groups.num_experts)
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    x, y = rows_and_output(x, w, groups)
+    (m, k), n = x.shape, y.shape[1]
     if not m:
         return y
     codes = torch.empty(m, k, dtype=torch.uint8 if float8 else torch.int8, device=x.device)

@@ -19,9 +19,9 @@ import triton.language as tl
 
 from karui.kernels.gemm_grouped import Groups
 from karui.kernels.gemm_weight import PackedWeight
-from karui.kernels.gemm_weight.triton import add_parts, by_row, row_tiles, split_steps, store_tile, tile_at
+from karui.kernels.gemm_weight.triton import add_parts, by_row, row_tiles, rows_and_output, split_steps, store_tile, tile_at
 from karui.kernels.triton_support import interpreting, num_processors
-from karui.kernels.triton_support.codecs import decode_e2m1, decode_e4m3
+from karui.kernels.triton_support.codecs import decode_e2m1
 from karui.kernels.triton_support.offline import Case
 from karui.kernels.triton_support.products import dot
 from karui.kernels.triton_support.tuning import Config, config, launch
@@ -260,8 +260,7 @@ def _dequantize(w_ptr, scale_ptr, zero_ptr, divisor_ptr, y_ptr, N, K, num_groups
         elif FORM == 0:
             value -= MIDDLE
         if FORM == 3:
-            byte = tl.load(scale_ptr + at, inside, 0).to(tl.int32)
-            scale = tl.div_rn(decode_e4m3(byte), tl.load(divisor_ptr + n, inside, 1.0))
+            scale = tl.div_rn(_scale_of(tl.load(scale_ptr + at, inside, 0)), tl.load(divisor_ptr + n, inside, 1.0))
         else:
             scale = tl.load(scale_ptr + at, inside, 0.0).to(tl.float32)
         to = y_ptr + n.to(tl.int64)[:, None] * K + (first + j)[None, :]
@@ -279,9 +278,8 @@ def _tensors(w: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None = None) -> torch.Tensor:
     """y [M, N] of x [M, K] in bf16."""
-    (m, k), n = x.shape, w.shape[0] // (1 if groups is None else groups.num_experts)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    x, y = rows_and_output(x, w, groups)
+    (m, k), n = x.shape, y.shape[1]
     if not m:
         return y
     bm, tiles, tiles_of = row_tiles(x, groups)
@@ -310,9 +308,8 @@ def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Gr
 
 def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None = None) -> torch.Tensor:
     """y [M, N] of x [M, K] rounded to int8 per row; W ternary."""
-    (m, k), n = x.shape, w.shape[0] // (1 if groups is None else groups.num_experts)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    x, y = rows_and_output(x, w, groups)
+    (m, k), n = x.shape, y.shape[1]
     if not m:
         return y
     codes = torch.empty(m, k, dtype=torch.int8, device=x.device)
