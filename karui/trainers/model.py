@@ -195,13 +195,6 @@ class LossSum(nn.Module):
         """Write what the objective made beside the trained model, into an existing folder."""
 
 
-def is_recurrent(model: nn.Module) -> bool:
-    """Whether some layers keep a recurrent state in place of keys: short convolutions, linear attention, state spaces."""
-    config: Any = base_model(model).config
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    return any(kind in ("conv", "linear_attention", "mamba") for kind in kinds)
-
-
 def documents_of(body: Any, cu_seqlens: torch.Tensor) -> dict[str, Any]:
     """How a ragged row's documents are told apart: by `cu_seqlens`. A model with recurrent layers takes one document.
 
