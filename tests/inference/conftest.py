@@ -30,6 +30,28 @@ def tiny(kind: str, seed: int = 0, **changes: Any) -> tuple[Any, ModelConfig, di
     return model, config, weights
 
 
+def assert_bits_do_not_depend_on_the_way(runner, kv_dtype: str, requests: list[Any], blocks: int) -> tuple[Any, Any, Any]:
+    """Alone, over a warm cache, batched, in small chunks, and preempted where memory holds `blocks` blocks of 4: equal to the last bit
+    of every logprob. Returns (what an engine says to requests, an engine with further options, what was said)."""
+    from karui.inference.engine import Engine
+
+    def said(engine, requests):
+        return [[(c.token_ids, c.logprobs) for c in o.completions] for o in engine.generate(requests)]
+
+    def make(**options):
+        return Engine(runner, kv_dtype=kv_dtype, block_size=4, **{"memory": "1MB", **options})
+
+    engine = make()
+    alone = [said(engine, [r])[0] for r in requests]
+    assert [said(engine, [r])[0] for r in requests] == alone and engine.stats.num_cached_prompt_tokens > 0
+    assert said(make(), requests) == alone
+    assert said(make(max_tokens_per_step=7, max_sequences=2), requests) == alone
+    engine = make(memory=runner.kv_bytes_per_token(kv_dtype) * 4 * blocks)
+    assert said(engine, requests) == alone and engine.stats.num_preemptions > 0
+    return said, make, alone
+
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     before = torch.get_num_threads()

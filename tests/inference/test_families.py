@@ -9,15 +9,14 @@ import torch
 from karui.configs.errors import CorruptError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.inference.batch import StepBatch
-from karui.inference.engine import Engine
 from karui.inference.models.attention import sdpa
 from karui.inference.models.config import from_hf
 from karui.inference.models.decoder import LoraWeights, TorchRunner
 from karui.inference.models.weights import expected_shapes
 from karui.inference.requests import Request, SamplingParams
 from karui.kernels.quantize import quantize
-from tests.inference.conftest import tiny
-from tests.inference.test_decoder import CASES, batch_of
+from tests.inference.conftest import assert_bits_do_not_depend_on_the_way, tiny
+from tests.inference.test_decoder import CASES, assert_ragged_batch_is_right, batch_of
 
 FAMILIES = ["gemma2", "gemma3", "phi3-partial", "olmo3", "gpt_oss"]
 
@@ -40,34 +39,13 @@ def test_bits_do_not_depend_on_the_way(case, kv_dtype):
                         params=SamplingParams(max_tokens=12, logprobs=2, temperature=i % 2 * 0.8, seed=i, ignore_eos=True))
                 for i, n in enumerate((5, 19, 30))]
 
-    def said(engine, requests):
-        return [[(c.token_ids, c.logprobs) for c in o.completions] for o in engine.generate(requests)]
-
-    def make(**options):
-        return Engine(runner, kv_dtype=kv_dtype, block_size=4, **{"memory": "1MB", **options})
-
-    engine = make()
-    alone = [said(engine, [r])[0] for r in requests]
-    assert [said(engine, [r])[0] for r in requests] == alone and engine.stats.num_cached_prompt_tokens > 0
-    assert said(make(), requests) == alone
-    assert said(make(max_tokens_per_step=7, max_sequences=2), requests) == alone
-    engine = make(memory=runner.kv_bytes_per_token(kv_dtype) * 4 * 18)
-    assert said(engine, requests) == alone and engine.stats.num_preemptions > 0
+    assert_bits_do_not_depend_on_the_way(runner, kv_dtype, requests, blocks=18)
 
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_ragged_batch_of_chunks_and_decodes(case):
     model, config, weights = tiny(CASES[case][0], **CASES[case][1])
-    runner = TorchRunner(config, weights)
-    runner.allocate(60, 4, "float32")
-    texts = [torch.randint(0, 199, (n,)).tolist() for n in (12, 23, 5, 17)]
-    tables = [list(range(10 * i, 10 * i + 8)) for i in range(4)]
-    cut = [11, 10, 4, 16]
-    runner.forward(batch_of(*[(t[:c], 0, b) for t, c, b in zip(texts, cut, tables)]))
-    got = runner.forward(batch_of(*[(t[c:], c, b) for t, c, b in zip(texts, cut, tables)])).logits
-    with torch.no_grad():
-        want = torch.cat([model(torch.tensor([t])).logits[0, c:] for t, c in zip(texts, cut)])
-    assert (got - want).abs().max() < 1e-4
+    assert_ragged_batch_is_right(TorchRunner(config, weights), model)
 
 
 def test_layers_with_a_window_read_no_more_than_it(monkeypatch):

@@ -24,7 +24,7 @@ from karui.inference.speculate import Speculation
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.factory import Speculator
 from karui.kernels.quantize import quantize
-from tests.inference.conftest import tiny
+from tests.inference.conftest import assert_bits_do_not_depend_on_the_way, tiny
 from tests.inference.test_decoder import batch_of
 
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, mscale=0.7, mscale_all_dim=0.9, beta_fast=16, beta_slow=2,
@@ -280,19 +280,7 @@ def test_bits_do_not_depend_on_the_way(case, kv_dtype):
     requests = [Request(prompt=t * 2, params=SamplingParams(max_tokens=14, logprobs=2, temperature=i % 2 * 0.8, seed=i,
                                                             ignore_eos=True)) for i, t in enumerate(texts)]
 
-    def said(engine, requests):
-        return [[(c.token_ids, c.logprobs) for c in o.completions] for o in engine.generate(requests)]
-
-    def make(**options):
-        return Engine(runner, kv_dtype=kv_dtype, block_size=4, **{"memory": "1MB", **options})
-
-    engine = make()
-    alone = [said(engine, [r])[0] for r in requests]
-    assert [said(engine, [r])[0] for r in requests] == alone and engine.stats.num_cached_prompt_tokens > 0
-    assert said(make(), requests) == alone
-    assert said(make(max_tokens_per_step=7, max_sequences=2), requests) == alone
-    engine = make(memory=runner.kv_bytes_per_token(kv_dtype) * 4 * 26)
-    assert said(engine, requests) == alone and engine.stats.num_preemptions > 0
+    said, make, alone = assert_bits_do_not_depend_on_the_way(runner, kv_dtype, requests, blocks=26)
     spec = SpeculationConfig(method="ngram", k=4, n_min=1)
     engine = make(speculation=Speculation(spec, Speculator(spec, config).new))
     assert [[c[0] for c in o] for o in said(engine, requests)] == [[c[0] for c in o] for o in alone]

@@ -124,8 +124,7 @@ class TorchRunner:
         """Cached keys [C, G, D] as they are rotated at `positions`."""
         if self.config.rotary_dim == 0:
             return k
-        cos, sin = (t.to(self._wide)[:, None] for t in cos_sin(self.config, positions, self._frequencies))
-        return rotate(k, cos, sin)
+        return rotate(k, *self._turns(self.config, positions, self._frequencies))
 
     def settle(self, blocks: Iterable[int]) -> None:
         if isinstance(self._kv, KiviStore):
@@ -222,9 +221,9 @@ class TorchRunner:
     def _layers(self, step: Step, aux_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         c = self.config
         x = self._enter(step.tokens)
-        turns = [self._turns(c, step, self._frequencies)]
+        turns = [self._turns(c, step.positions, self._frequencies)]
         if self._local is not None and self._local_frequencies is not None:
-            turns.append(self._turns(self._local, step, self._local_frequencies))
+            turns.append(self._turns(self._local, step.positions, self._local_frequencies))
         aux = []
         for i in range(c.num_layers):
             if i in aux_layers:
@@ -243,9 +242,11 @@ class TorchRunner:
             x = x + (y if c.residual_scale == 1 else y * c.residual_scale)
         return self._leave(x), torch.cat(aux, -1) if aux else None
 
-    def _turns(self, config: ModelConfig, step: Step, frequencies: tuple[torch.Tensor, float]) -> tuple[torch.Tensor, ...]:
-        """cos and sin [T, 1, D/2] of the step's positions."""
-        return tuple(t.to(self._wide)[:, None] for t in cos_sin(config, step.positions, frequencies))
+    def _turns(self, config: ModelConfig, positions: torch.Tensor,
+               frequencies: tuple[torch.Tensor, float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, 1, D/2] of the positions [T]."""
+        cos, sin = (t.to(self._wide)[:, None] for t in cos_sin(config, positions, frequencies))
+        return cos, sin
 
     def _maybe_norm(self, x: torch.Tensor, layer: str, name: str | None) -> torch.Tensor:
         return x if name is None else self._norm(x, f"{layer}{name}.weight")
