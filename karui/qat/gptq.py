@@ -10,6 +10,8 @@ open.
 Blocks of columns are updated lazily (section 3.3). If the factorisation fails the damping grows tenfold, up to `max_damp`; then
 the layer
 is rounded to nearest and the report says so. An input that is always zero has no say: its weights are rounded to nearest.
+A weight of which at least a twentieth is zero counts as pruned: its zeros stay zero, and what they would have taken of the errors
+goes to the columns behind them (llm-compressor does the same; SparseGPT, arXiv 2301.00774, section 3.5, in one pass).
 Departure from the paper: scales come from a search weighted by diag(H) (`scale_search`), and q, k, v (gate, up) share one
 Hessian.
 """
@@ -52,6 +54,8 @@ class GPTQConfig(MethodConfig):
 
 
 CONFIG = GPTQConfig
+PRUNED = 0.05  # share of zeros from which a weight counts as pruned
+_HELD = 1e30  # a step on whose grid every weight is 0
 
 
 def quantize_block(block: Block, config: GPTQConfig) -> None:
@@ -83,7 +87,10 @@ def quantize_block(block: Block, config: GPTQConfig) -> None:
                     continue
                 q, damp = result
                 for n, w, part in zip(same, weights, split(q, [len(w) for w in weights])):
-                    note = f"damping {damp:g}" if damp != config.damp else ""
+                    notes = [f"damping {damp:g}"] if damp != config.damp else []
+                    if (zeros := pruned(w)) is not None:
+                        notes.append(f"{100 * zeros.float().mean():.1f} % zeros kept")
+                    note = ", ".join(notes)
                     error = output_error(w, part, grams[i])
                     block.commit(
                         n,
@@ -190,6 +197,8 @@ def solve(
     # everything below is [in, out]: one column of the weight is one contiguous row
     zero = zero_of(grid)
     steps, zeros = step_of(grid).T[order].contiguous(), None if zero is None else zero.T[order].contiguous()
+    if (held := pruned(w)) is not None:
+        steps = torch.where(held.T[order], _HELD, steps)
     work = w.T[order].contiguous()
     codes = torch.empty_like(work)
     rest = upper / upper.diagonal()[:, None]  # row j holds U_jk / U_jj
@@ -214,6 +223,12 @@ def factor_ordered(gram: torch.Tensor, config: GPTQConfig) -> tuple[torch.Tensor
     )
     found = factor(gram[order][:, order], config.damp, config.max_damp)
     return None if found is None else (found[0], order, found[1])
+
+
+def pruned(w: torch.Tensor) -> torch.Tensor | None:
+    """Where w is zero, if so much of it is that it must have been pruned."""
+    zeros = w == 0
+    return zeros if float(zeros.float().mean()) >= PRUNED else None
 
 
 def split(q: QTensor, rows: list[int]) -> list[QTensor]:

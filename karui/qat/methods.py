@@ -17,7 +17,7 @@ ALL = (*STEPPED, "nf4", "binary")
 class Method:
     """module has `CONFIG` and `quantize_block(block, config)`; grids: formats it serves; calibrates: needs rows; follows: needs
     the unquantized stream too; finishes: has `finish_model`, called after the last block with the unquantized model's last
-    hidden states."""
+    hidden states; keeps_zeros: a pruned model stays as sparse as it was."""
 
     name: str
     paper: str
@@ -26,6 +26,7 @@ class Method:
     calibrates: bool = True
     follows: bool = False
     finishes: bool = False
+    keeps_zeros: bool = True
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"karui.qat.{self.name}")
@@ -50,11 +51,12 @@ METHODS = {
         Method(name="hqq", paper="HQQ, Badri and Shaji 2023", cost="seconds, no data; int grids", calibrates=False),
         Method(name="llm_int8", paper="LLM.int8(), arXiv 2208.07339", cost="2 forward passes; w8a8 only"),
         Method(name="rotation", paper="QuaRot 2404.00456, SpinQuant 2405.16406 (R1, R2)", cost="as gptq; unties a tied head",
-               grids=STEPPED),
-        Method(name="autoround", paper="AutoRound, arXiv 2309.05516", cost="200 steps per block; int grids", follows=True),
+               grids=STEPPED, keeps_zeros=False),
+        Method(name="autoround", paper="AutoRound, arXiv 2309.05516", cost="200 steps per block; int grids", follows=True,
+               keeps_zeros=False),
         Method(name="block_ap", paper="EfficientQAT phase 1, arXiv 2407.11062", cost="GPTQ, then an epoch per block; int grids",
-               follows=True),
-        Method(name="efficient_qat", paper="EfficientQAT, arXiv 2407.11062", follows=True, finishes=True,
+               follows=True, keeps_zeros=False),
+        Method(name="efficient_qat", paper="EfficientQAT, arXiv 2407.11062", follows=True, finishes=True, keeps_zeros=False,
                cost="block_ap, then an epoch of training; int grids"),
     )
 }  # fmt: skip

@@ -5,9 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from karui.configs.errors import KaruiError, UnsupportedError
+from karui.distill.prune import sparsegpt, wanda
 from karui.distill.prune.experts import prune_experts, router_mass
 from karui.distill.prune.layers import block_influence, drop_layers, keep_layers
-from karui.distill.prune.sparsegpt import prune_matrix, prune_sparse, read_pattern
+from karui.distill.prune.sparse import METHODS, prune_sparse, read_pattern
 from karui.distill.prune.width import prune_width
 
 
@@ -123,24 +124,80 @@ def test_the_channels_kept_are_those_that_carry_most():
     assert torch.equal(model.model.embed_tokens.weight, kept)
 
 
-@pytest.mark.parametrize("pattern", [0.5, "2:4", 0.3])
-def test_sparsegpt_beats_magnitude_on_correlated_inputs(pattern):
-    g = torch.Generator().manual_seed(3)
-    x = torch.randn(400, 16, generator=g) @ torch.randn(16, 64, generator=g) + 0.1 * torch.randn(400, 64, generator=g)
-    w = torch.randn(24, 64, generator=g)
+def layer_inputs(width=64, tokens=400, rows=24, seed=3):
+    """A weight [rows, width] and correlated, uneven inputs [tokens, width] for it."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 16, generator=g) @ torch.randn(16, width, generator=g) + 0.1 * torch.randn(tokens, width, generator=g)
+    return torch.randn(rows, width, generator=g), x * torch.exp(0.5 * torch.randn(width, generator=g))
+
+
+def pruned_by(method, w, x, share, n=0, m=0):
+    """(the pruned weight, its mask), of one linear alone."""
+    w = w.clone()
+    if method == "sparsegpt":
+        return w, sparsegpt.prune_matrix(w, x.T @ x, share, n, m)
+    return w, wanda.prune_matrix(w, None if method == "magnitude" else x.norm(dim=0), share, n, m)
+
+
+@pytest.mark.parametrize("pattern", [0.5, "2:4", "4:8", 0.3])
+def test_the_output_errs_as_the_papers_order_the_methods(pattern):
+    w, x = layer_inputs()
     share, n, m = read_pattern(pattern)
-    ours = w.clone()
-    mask = prune_matrix(ours, x.T @ x, share, n, m)
-    assert torch.equal(ours == 0, ~mask) or bool((ours[~mask] == 0).all())
-    assert float((~mask).float().mean()) == pytest.approx(share, abs=0.01)
-    if m:
-        assert bool((mask.view(24, -1, m).sum(-1) == m - n).all())
-        score = w.abs().view(24, -1, m)
-        plain = torch.ones_like(score, dtype=torch.bool).scatter_(2, score.argsort(dim=2)[..., :n], False).view_as(w)
-    else:
-        plain = w.abs() > w.abs().flatten().sort().values[int(share * w.numel()) - 1]
-    error = lambda v: (x @ (v - w).T).square().sum()  # noqa: E731
-    assert error(ours) < 0.5 * error(w * plain)
+    errors = {}
+    for method in METHODS:
+        ours, mask = pruned_by(method, w, x, share, n, m)
+        assert bool((ours[~mask] == 0).all()) and float((~mask).float().mean()) == pytest.approx(share, abs=0.01)
+        assert method == "sparsegpt" or torch.equal(ours, w * mask)
+        if m:
+            assert bool((mask.view(24, -1, m).sum(-1) == m - n).all())
+        errors[method] = float((x @ (ours - w).T).square().sum())
+    assert errors["sparsegpt"] < 0.5 * errors["wanda"] and errors["wanda"] < 0.9 * errors["magnitude"]
+
+
+def naive_obs(w, h, share, n, m, damping=0.01, block=sparsegpt.BLOCK):
+    """Optimal brain surgeon, column by column in float64: no Cholesky factor, a fresh inverse of what is open for every column."""
+    width = w.shape[1]
+    h = h.double() + damping * h.double().diagonal().mean() * torch.eye(width, dtype=torch.float64)
+    inverses = [torch.linalg.inv(h[j:, j:]) for j in range(width)]
+    price = torch.stack([inverse[0, 0] for inverse in inverses])
+    work, kept = w.double().clone(), torch.ones(w.shape, dtype=torch.bool)
+    for j in range(width):
+        span = slice(j, j + m) if m and j % m == 0 else slice(j, min(j + block, width)) if not m and j % block == 0 else None
+        if span is not None:
+            cost = work[:, span].square() / price[span]
+            if m:
+                for row in range(len(w)):
+                    kept[row, j + cost[row].sort().indices[:n]] = False
+            else:
+                bar = cost.flatten().sort().values[round(share * cost.numel()) - 1]
+                kept[:, span] = cost > bar
+        gone = torch.where(kept[:, j], 0.0, work[:, j])
+        work[:, j:] -= (gone / price[j])[:, None] * inverses[j][0][None, :]
+    return work * kept, kept
+
+
+@pytest.mark.parametrize(("pattern", "width"), [(0.5, 64), (0.5, 160), ("2:4", 160), ("4:8", 64)])
+def test_sparsegpt_is_the_surgeon_that_inverts_anew(pattern, width):
+    w, x = layer_inputs(width)
+    share, n, m = read_pattern(pattern)
+    ours, mask = pruned_by("sparsegpt", w, x, share, n, m)
+    wanted, kept = naive_obs(w, (x.T @ x), share, n, m)
+    assert float((mask != kept).float().mean()) < 0.002  # float32 against float64 may part at an equal saliency
+    same = (mask == kept).all(1)
+    assert bool(same.any())
+    torch.testing.assert_close(ours[same].double(), wanted[same], rtol=1e-3, atol=1e-3)
+
+
+def test_wanda_by_its_own_words():
+    """The paper's algorithm 1: a row's scores are sorted, the lower half of them goes."""
+    w, x = layer_inputs()
+    ours, mask = pruned_by("wanda", w, x, 0.5)
+    for row in range(len(w)):
+        score = [abs(float(w[row, j])) * float(x[:, j].square().sum()) ** 0.5 for j in range(64)]
+        least = sorted(range(64), key=lambda j: score[j])[:32]
+        assert {j for j in range(64) if not mask[row, j]} == set(least)
+    _, mask = pruned_by("magnitude", w, x, 0.5)
+    assert w.abs()[mask].min() >= w.abs()[~mask].max() and len(set(mask.sum(1).tolist())) > 1
 
 
 def test_a_single_pruned_column_gets_the_best_repair():
@@ -149,20 +206,36 @@ def test_a_single_pruned_column_gets_the_best_repair():
     x, w = torch.randn(200, 6, generator=g).double(), torch.randn(1, 6, generator=g)
     w[0, 0] = 1e-3  # the first column is the least salient, so everything to its right may move
     ours = w.clone()
-    mask = prune_matrix(ours, (x.T @ x).float(), 1 / 6, damping=0.0)
+    mask = sparsegpt.prune_matrix(ours, (x.T @ x).float(), 1 / 6, damping=0.0)
     assert mask.tolist() == [[False, True, True, True, True, True]]
     best = torch.linalg.lstsq(x[:, 1:], x @ w[0].double()).solution
     torch.testing.assert_close(ours[0, 1:].double(), best, rtol=1e-4, atol=1e-4)
 
 
-def test_a_sparse_model_is_masked_layer_after_layer(tmp_path):
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sparse_model_is_masked_layer_after_layer(method, tmp_path):
     model = llama()
-    done = prune_sparse(model, rows(), "2:4")
+    done = prune_sparse(model, () if method == "magnitude" else rows(), "2:4", method)
     assert len(done.masks) == 5 * 7
     for name, mask in done.masks.items():
         assert bool((model.get_parameter(name)[~mask] == 0).all())
-    assert "(50.0 %)" in done.lines[0]
+    assert f"{method} 2:4" in done.lines[0] and "(50.0 %)" in done.lines[0]
+    assert ("60 tokens" in done.lines[0]) == (method != "magnitude")
     reloaded(model, tmp_path)
+
+
+def test_a_layer_is_calibrated_on_what_the_pruned_ones_before_it_give():
+    """Wanda's second layer alone, from the inputs that the finished model hands it."""
+    model, second = llama(num_hidden_layers=2), llama(num_hidden_layers=2)
+    prune_sparse(model, rows(), 0.5, "wanda")
+    seen = []
+    keep = model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    for row in rows():
+        model(row.unsqueeze(0))
+    keep.remove()
+    alone = second.model.layers[1].self_attn.q_proj.weight
+    wanda.prune_matrix(alone, torch.cat(seen).norm(dim=0), 0.5)
+    assert torch.equal(alone, model.model.layers[1].self_attn.q_proj.weight)
 
 
 def moe():
@@ -220,6 +293,19 @@ def test_bad_requests_are_named():
         prune_experts(llama(), rows(), 2)
     with pytest.raises(KaruiError, match=r"expected 2 \(experts per token\) to 5"):
         prune_experts(moe(), rows(), 1)
+    with pytest.raises(UnsupportedError, match="layer 0 holds its experts in one tensor"):
+        prune_sparse(moe(), rows(), 0.5)
+    with pytest.raises(KaruiError, match="'obc' is not known; valid: sparsegpt, wanda, magnitude"):
+        prune_sparse(llama(), rows(), 0.5, "obc")
+    with pytest.raises(KaruiError, match="wanda needs calibration text"):
+        prune_sparse(llama(), [], 0.5, "wanda")
+    with pytest.raises(KaruiError, match="down_proj: a width of 36 does not divide into groups of 8"):
+        prune_sparse(model := llama(intermediate_size=36), rows(), "4:8", "magnitude")
+    assert not any((p == 0).any() for n, p in model.named_parameters() if "proj" in n)  # nothing was touched
+    with torch.no_grad():
+        (broken := llama()).model.layers[1].mlp.gate_proj.weight[0, 0] = float("inf")
+    with pytest.raises(KaruiError, match="inputs of model.layers.1.mlp.down_proj.weight hold NaN"):
+        prune_sparse(broken, rows(), 0.5)
     for pattern in ("4:2", 1.5, "half", "3:5"):
         with pytest.raises(KaruiError, match="neither a share"):
             read_pattern(pattern)

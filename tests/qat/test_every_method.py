@@ -56,6 +56,19 @@ def test_a_method_serves_the_grids_it_claims(method: str, grid: str) -> None:
     assert len(found) == 7 and {str(v.spec) for v in found} <= allowed
 
 
+@pytest.mark.parametrize(("method", "grid"), [(m, g) for m, g in CLAIMED if g != "w1" and METHODS[m].keeps_zeros])
+def test_a_pruned_model_stays_sparse_under_the_methods_that_say_so(method: str, grid: str) -> None:
+    model = small()
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in n}
+    with torch.no_grad():
+        for i, m in enumerate(linears.values()):
+            m.weight[torch.rand(m.weight.shape, generator=torch.Generator().manual_seed(i)) < 0.5] = 0
+    zeros = {n: m.weight == 0 for n, m in linears.items()}
+    run(model, method, grid, rows(8, 16), settings=QUICK.get(method, {}))
+    lost = {n: int((model.get_submodule(n).weight[z] != 0).sum()) for n, z in zeros.items()}
+    assert not any(lost.values()), lost
+
+
 @pytest.mark.parametrize(("method", "grid"), REFUSED)
 def test_a_method_refuses_the_others_before_and_at_work(method: str, grid: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{method} serves int.* grids, not {grid}, which these do: .*rtn"):

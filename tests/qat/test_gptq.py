@@ -20,7 +20,9 @@ def problem(width: int = 48, rows: int = 10, seed: int = 0) -> tuple[torch.Tenso
     return torch.randn(rows, width, generator=g), 2 / 400 * x.T @ x
 
 
-def naive_obq(w: torch.Tensor, gram: torch.Tensor, spec: QuantSpec, damp: float, act_order: bool) -> torch.Tensor:
+def naive_obq(
+    w: torch.Tensor, gram: torch.Tensor, spec: QuantSpec, damp: float, act_order: bool, keep_zeros: bool = False
+) -> torch.Tensor:
     """Optimal brain quantization with GPTQ's fixed order: no Cholesky, a fresh inverse of the open block per column."""
     scale, zero = find_range(grouped(w, spec), spec)
     low, high = spec.code_range
@@ -32,6 +34,8 @@ def naive_obq(w: torch.Tensor, gram: torch.Tensor, spec: QuantSpec, damp: float,
         s = scale[:, j // (spec.group_size or width)].double()
         z = 0.0 if zero is None else zero[:, j // (spec.group_size or width)].double()
         q = (torch.round(work[:, j] / s) + z).clamp(low, high)
+        if keep_zeros:
+            q = torch.where(w[:, j] == 0, torch.zeros_like(q) + z, q)
         codes[:, j] = q
         open_ = order[i:]
         inverse = torch.linalg.inv(h[open_][:, open_])
@@ -58,6 +62,37 @@ def test_output_error_below_rounding_on_the_same_grid(spec: str, search: str) ->
     q, _ = solve(w, gram, QuantSpec.parse(spec), GPTQConfig(scale_search=search))
     nearest = encode(w, q.spec, q.scale, q.zero, q.shape)
     assert output_error(w, q, gram) < output_error(w, nearest, gram)
+
+
+@pytest.mark.parametrize("spec", ["w4g16", "w2g16", "w3g16a"])
+def test_the_codes_of_a_pruned_weight_equal_naive_obq_on_what_is_left(spec: str) -> None:
+    w, gram = problem()
+    w[torch.rand(w.shape, generator=torch.Generator().manual_seed(1)) < 0.5] = 0
+    grid = QuantSpec.parse(spec)
+    q, _ = solve(w, gram, grid, GPTQConfig(scale_search="range", block=20))
+    assert bool((q.dequantize()[w == 0] == 0).all())
+    wanted = naive_obq(w, gram, grid, 0.01, True, keep_zeros=True)
+    assert (q.codes.float() != wanted).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("spec", ["w3g32", "w4g32a", "w1.58g32", "fp8", "mxfp4", "nvfp4"])
+def test_a_sparse_model_stays_sparse_on_every_grid(spec: str) -> None:
+    model = tiny()
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in n}
+    with torch.no_grad():
+        for m in linears.values():
+            m.weight.view(-1, 4)[:, ::2] = 0  # 2:4
+    zeros = {n: m.weight == 0 for n, m in linears.items()}
+    result = run(model, "gptq", spec)
+    assert all(bool((model.get_submodule(n).weight[z] == 0).all()) for n, z in zeros.items())
+    assert {r.note for r in result.report if r.spec != "none"} == {"50.0 % zeros kept"}
+
+
+def test_a_weight_with_few_zeros_is_not_pruned() -> None:
+    w, gram = problem()
+    w[0, :20] = 0  # 4 %
+    q, _ = solve(w, gram, QuantSpec.parse("w4g16"), GPTQConfig())
+    assert bool((q.codes[0, :20] != 0).any())
 
 
 def test_output_error_is_what_the_layer_gives() -> None:

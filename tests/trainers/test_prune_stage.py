@@ -5,7 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from karui.configs.errors import KaruiError, UnsupportedError
+from karui.inference.bundle.reader import open_model
 from karui.trainers.loop import read_log
+from karui.trainers.pipeline import export_run
 from karui.trainers.run import run_recipe
 
 
@@ -27,8 +29,9 @@ def test_a_smaller_student_learns_from_the_model_it_came_from(step, make_recipe)
         assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads, config.head_dim) == (48, 64, 1, 16)
 
 
-def test_masks_hold_through_training_and_a_resume(make_recipe):
-    recipe = make_recipe(prepare=[{"method": "sparsegpt", "sparsity": "2:4"}], objective={"kind": "distil"},
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
+def test_masks_hold_through_training_and_a_resume(method, make_recipe):
+    recipe = make_recipe(prepare=[{"method": method, "sparsity": "2:4"}], objective={"kind": "distil"},
                          optim={"weight_decay": 0.1}, run={"checkpoint_every": 3, "keep": 9})
     done = run_recipe(recipe)
     tensors = load_file(done.final / "model.safetensors")
@@ -39,6 +42,18 @@ def test_masks_hold_through_training_and_a_resume(make_recipe):
     assert all(torch.equal(again[n], v) for n, v in tensors.items())
 
 
+def test_a_sparse_model_goes_onto_a_grid_and_stays_sparse(make_recipe):
+    """Pruned, put on its grid with the zeros held, its norms trained, exported: the codes of the bundle's weights are half zero."""
+    done = run_recipe(make_recipe(prepare=[{"method": "sparsegpt", "sparsity": "2:4"},
+                                           {"method": "gptq", "spec": "w4g32", "samples": 8, "length": 16}]))
+    export_run(done.folder, output=done.folder / "bundle", spec="w4g32")
+    weights = {n: v for n, v in dict(open_model(done.folder / "bundle").weights()).items() if n.endswith("proj.weight")}
+    assert len(weights) == 14
+    for v in weights.values():
+        zeros = v.dequantize() == 0
+        assert bool((zeros.view(len(zeros), -1, 4).sum(-1) >= 2).all())
+
+
 def test_senseless_steps_are_refused(make_recipe):
     with pytest.raises(KaruiError, match="keep_layers does not belong to sparsegpt"):
         make_recipe(prepare=[{"method": "sparsegpt", "sparsity": 0.5, "keep_layers": 3}])
@@ -46,3 +61,6 @@ def test_senseless_steps_are_refused(make_recipe):
         make_recipe(prepare=[{"method": "prune-width"}])
     with pytest.raises(UnsupportedError, match="Prune and heal in one run"):
         run_recipe(make_recipe(prepare=[{"method": "prune-layers", "keep_layers": 1}, {"method": "lora", "rank": 4}]))
+    for grid in ({"method": "autoround", "spec": "w4g32"}, {"method": "rtn", "spec": "w1"}):
+        with pytest.raises(UnsupportedError, match=f"{grid['method']} on {grid['spec']} moves weights off the zeros that wanda made"):
+            run_recipe(make_recipe(prepare=[{"method": "wanda", "sparsity": 0.5}, grid]))

@@ -12,20 +12,20 @@ from karui.configs.section import Section
 class PruneStep(Section):
     """A smaller or sparser model, healed by the training that follows; see `karui.distill.prune`."""
 
-    method: Literal["prune-layers", "prune-width", "prune-experts", "sparsegpt"]
+    method: Literal["prune-layers", "prune-width", "prune-experts", "sparsegpt", "wanda", "magnitude"]
     keep_layers: int | None = Field(None, ge=1, description="prune-layers: layers left")
     choice: Literal["uniform", "influence", "first"] = Field("uniform", description="prune-layers: which ones")
     intermediate: int | None = Field(None, ge=1, description="prune-width: FFN neurons left in each layer")
     kv_heads: int | None = Field(None, ge=1, description="prune-width: groups of heads left in each layer")
     hidden: int | None = Field(None, ge=1, description="prune-width: channels of the residual stream left")
     keep_experts: int | None = Field(None, ge=1, description="prune-experts: experts left in each mixture")
-    sparsity: float | str | None = Field(None, description="sparsegpt: a share of zeros, or n:m")
+    sparsity: float | str | None = Field(None, description="sparsegpt, wanda, magnitude: a share of zeros, or n:m")
     samples: int = Field(64, ge=1, description="training samples that calibrate it")
 
     @model_validator(mode="after")
     def _fits(self) -> PruneStep:
         own = {"prune-layers": ("keep_layers",), "prune-width": ("intermediate", "kv_heads", "hidden"),
-               "prune-experts": ("keep_experts",), "sparsegpt": ("sparsity",)}
+               "prune-experts": ("keep_experts",)} | dict.fromkeys(("sparsegpt", "wanda", "magnitude"), ("sparsity",))
         needed = own[self.method]
         if all(getattr(self, key) is None for key in needed):
             raise ValueError(f"{self.method} needs {' or '.join(needed)}")

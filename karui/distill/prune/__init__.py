@@ -3,7 +3,7 @@
     layers     drop whole layers (depth)
     width      drop FFN neurons, KV groups of heads, hidden channels (Minitron)
     experts    drop experts of mixtures
-    sparsegpt  zero single weights, freely or n of m, and mend the others
+    sparse     zero single weights, freely or n of m: SparseGPT, which mends the others, Wanda, magnitude
 
 Each works in place on a transformers decoder and reads calibration text as `rows`, token tensors [T]. Nothing is trained here;
 a pruned model is healed by distillation from the model it came from (`objective: distil` without a teacher's name).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ class PruneStage(Stage):
     def prepare(self, model: Any) -> Any:
         from karui.distill.prune.experts import prune_experts
         from karui.distill.prune.layers import drop_layers
-        from karui.distill.prune.sparsegpt import prune_sparse
+        from karui.distill.prune.sparse import prune_sparse
         from karui.distill.prune.width import prune_width
 
         step, samples = self.step, self.context.samples
         if any(getattr(s, "method", "") in ("lora", "qlora") for s in self.context.recipe.prepare):
             raise UnsupportedError("prepare: an adapter is merged into the model it was loaded from, which pruning changes. "
                                    "Prune and heal in one run, then train the adapter on that run's final/.")
+        if step.sparsity is not None:
+            _check_grid(self.context.recipe.prepare, step.method)
         rows = [torch.from_numpy(samples[i].ids.astype("int64")) for i in range(min(step.samples, len(samples)))]
         was_training = model.training
         model.eval()
@@ -37,7 +39,7 @@ class PruneStage(Stage):
         elif step.method == "prune-experts":
             self.done = prune_experts(model, rows, step.keep_experts)
         else:
-            self.done = prune_sparse(model, rows, step.sparsity)
+            self.done = prune_sparse(model, rows, step.sparsity, step.method)
         self.kept_layers = self.done.kept_layers
         self.masks = dict(self.done.masks)
         self.parameters = {name: model.get_parameter(name) for name in self.masks}
@@ -58,3 +60,15 @@ class PruneStage(Stage):
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         self.masks = {name: mask.bool() for name, mask in state.items()}
+
+
+def _check_grid(steps: Sequence[Any], method: str) -> None:
+    """Refuse a grid whose weights, once found, cannot hold the zeros."""
+    from karui.configs.steps import PostTrainingStep
+    from karui.qat.methods import METHODS
+
+    for step in steps:
+        if isinstance(step, PostTrainingStep) and (not METHODS[step.method].keeps_zeros or step.spec.format == "binary"):
+            keep = ", ".join(sorted(m.name for m in METHODS.values() if m.keeps_zeros))
+            raise UnsupportedError(f"prepare: {step.method} on {step.spec} moves weights off the zeros that {method} made; these "
+                                   f"keep them, on every grid but w1: {keep}.")
