@@ -101,16 +101,11 @@ def measure(a: argparse.Namespace, method: str, spec: str) -> dict[str, float]:
     torch.set_num_threads(a.threads or torch.get_num_threads())
     folder = Path(resolve(a.model))
     tokenizer = load_tokenizer(folder)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
     model: Any = load(folder, torch.float32).eval()
     found: dict[str, float] = {"seconds": 0.0, "cpu_seconds": 0.0}
     if method != "none":
         name, static = method.removesuffix("-static"), method.endswith("-static")
-        ids = encode((DATA / "wikitext2_valid.txt").read_text(encoding="utf-8")[: a.samples * LENGTH * 8])
-        rows = torch.tensor(ids[: a.samples * LENGTH]).view(a.samples, LENGTH)
+        rows = calibration(tokenizer, a.samples)
         start, cpu = time.perf_counter(), time.process_time()
         settings = given(a, name)
         result = quantize_loaded(model, read_config(folder), name, spec, rows, Options(settings=settings))
@@ -120,15 +115,33 @@ def measure(a: argparse.Namespace, method: str, spec: str) -> dict[str, float]:
             outlier = result.facts["settings"].get("threshold", 0.0)  # LLM.int8() keeps outlier columns whole
             attach(model, static_scales(model, eights, rows) if static else dict.fromkeys(eights), outlier=outlier)
     found["gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    ids = encode((DATA / "wikitext2_test.txt").read_text(encoding="utf-8"))
-    total = sum(loss(model, ids[i * WINDOW : (i + 1) * WINDOW], 1)[0] for i in range(a.windows))
-    found["perplexity"] = math.exp(total / (a.windows * (WINDOW - 1)))
-    answers = []
-    for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[: a.answers]:
+    return found | scored(model, tokenizer, a.windows, a.answers)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def calibration(tokenizer: Any, samples: int) -> Any:
+    """Token ids [samples, LENGTH] from the beginning of wikitext2_valid.txt."""
+    import torch
+
+    ids = encode(tokenizer, (DATA / "wikitext2_valid.txt").read_text(encoding="utf-8")[: samples * LENGTH * 8])
+    return torch.tensor(ids[: samples * LENGTH]).view(samples, LENGTH)
+
+
+def scored(model: Any, tokenizer: Any, windows: int, answers: int) -> dict[str, float]:
+    """`perplexity` on the first windows of wikitext2_test.txt, and `gsm8k`, the mean loss of the first answers, unless there are none."""
+    ids = encode(tokenizer, (DATA / "wikitext2_test.txt").read_text(encoding="utf-8"))
+    total = sum(loss(model, ids[i * WINDOW : (i + 1) * WINDOW], 1)[0] for i in range(windows))
+    found = {"perplexity": math.exp(total / (windows * (WINDOW - 1)))}
+    losses = []
+    for line in (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()[:answers]:
         row = json.loads(line)
-        question = encode(row["question"] + "\n")
-        answers.append(loss(model, question + encode(row["answer"]), len(question)))
-    found["gsm8k"] = sum(s for s, _ in answers) / sum(n for _, n in answers)
+        question = encode(tokenizer, row["question"] + "\n")
+        losses.append(loss(model, question + encode(tokenizer, row["answer"]), len(question)))
+    if losses:
+        found["gsm8k"] = sum(s for s, _ in losses) / sum(n for _, n in losses)
     return found
 
 

@@ -8,7 +8,7 @@ configuration has one number for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,26 +37,30 @@ def prune_experts(model: nn.Module, rows: Sequence[torch.Tensor], keep: int) -> 
     if not active <= keep < have:
         raise KaruiError(f"prune: keep_experts is {keep}; expected {active} (experts per token) to {have - 1}.")
     mass = router_mass(model, rows)
-    lines = []
-    with torch.no_grad():
-        for name, block in blocks:
-            size = block.experts.down_proj.detach().float().flatten(1).norm(dim=1).cpu().double()
-            kept = torch.argsort(mass[name] * size, descending=True, stable=True)[:keep].sort().values
-            lines.append(f"{name}: experts {kept.tolist()} of {have}, {100 * mass[name][kept].sum() / mass[name].sum():.1f} % "
-                         "of the router's mass")
-            kept = kept.to(block.gate.weight.device)
-            for owner, key in ((block.experts, "gate_up_proj"), (block.experts, "down_proj"), (block.gate, "weight")):
-                setattr(owner, key, nn.Parameter(getattr(owner, key).detach()[kept].contiguous()))
-            if (bias := getattr(block.gate, "e_score_correction_bias", None)) is not None:
-                bias.data = bias.data[kept]
-            for owner in (block, block.gate, block.experts):
-                for key in ("num_experts", *_COUNTS):
-                    if isinstance(getattr(owner, key, None), int):
-                        setattr(owner, key, keep)
-    for key in _COUNTS:
-        if isinstance(getattr(config, key, None), int):
-            setattr(config, key, keep)
+    kept, lines = {}, []
+    for name, block in blocks:
+        size = block.experts.down_proj.detach().float().flatten(1).norm(dim=1).cpu().double()
+        kept[name] = torch.argsort(mass[name] * size, descending=True, stable=True)[:keep].sort().values
+        share = 100 * mass[name][kept[name]].sum() / mass[name].sum()
+        lines.append(f"{name}: experts {kept[name].tolist()} of {have}, {share:.1f} % of the router's mass")
+    keep_experts(model, kept)
     return Pruned(kept_layers=tuple(range(len(decoder(model).layers))), lines=tuple(lines))
+
+
+@torch.no_grad()
+def keep_experts(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
+    """Leave the experts of these indices, equally many in every mixture by name, and make the configuration agree."""
+    config: Any = model.config
+    for name, block in mixtures(model):
+        chosen, keep = kept[name].to(block.gate.weight.device), len(kept[name])
+        for owner, key in ((block.experts, "gate_up_proj"), (block.experts, "down_proj"), (block.gate, "weight")):
+            setattr(owner, key, nn.Parameter(getattr(owner, key).detach()[chosen].contiguous()))
+        if (bias := getattr(block.gate, "e_score_correction_bias", None)) is not None:
+            bias.data = bias.data[chosen]
+        for owner in (block, block.gate, block.experts, config):
+            for key in ("num_experts", *_COUNTS):
+                if isinstance(getattr(owner, key, None), int):
+                    setattr(owner, key, keep)
 
 
 def mixtures(model: nn.Module) -> list[tuple[str, Any]]:

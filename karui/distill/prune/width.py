@@ -8,7 +8,7 @@ that the ratio of the two stays what it was. Where channels go, the norms still 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ _NEEDED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_att
 
 
 def prune_width(model: nn.Module, rows: Sequence[torch.Tensor], *, intermediate: int | None = None, kv_heads: int | None = None,
-                hidden: int | None = None) -> Pruned:
+                hidden: int | None = None, scores: Mapping[str, torch.Tensor] | None = None) -> Pruned:
     """Leave the most important `intermediate` neurons and `kv_heads` groups of each layer and `hidden` channels of the stream.
+
+    Args:
+        scores: importances in place of the rows', with the names and shapes of `importance`.
 
     Raises:
         UnsupportedError: layers that are not built like llama's.
@@ -44,7 +47,7 @@ def prune_width(model: nn.Module, rows: Sequence[torch.Tensor], *, intermediate:
         if value is not None and not 1 <= value <= have:
             raise KaruiError(f"prune: {name} is {value}; expected 1 to {have}, what the model has.")
     head_dim = body.layers[0].self_attn.q_proj.out_features // config.num_attention_heads
-    seen = importance(model, rows, head_dim)
+    seen = dict(scores) if scores is not None else importance(model, rows, head_dim)
     group = config.num_attention_heads // config.num_key_value_heads
     for i, layer in enumerate(body.layers):
         if intermediate is not None:
