@@ -197,6 +197,16 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
 
     made["ragged attention"] = (loose, attention)
 
+    def windowed_attention() -> float:
+        cu = torch.tensor([0, 9 * big, 9 * big + 1, 21 * big], device=DEVICE)
+        q, k, v = (randn(1, h, 21 * big, 64 if GPU else 16, dtype=half) for h in (4, 2, 2))
+        own = {"shared": True, "window": 7 * big, "softcap": 3.0}
+        return differentiated(lambda q, k, v, s: document_attention.document_attention(q, k, v, cu, 0.125, sinks=s, **own, backend="triton"),
+                              lambda q, k, v, s: attention_reference.document_attention(q, k, v, cu, 0.125, sinks=s, **own).transpose(1, 2),
+                              q, k, v, randn(4))
+
+    made["ragged attention, window, sinks, soft cap"] = (loose, windowed_attention)
+
     def grouped() -> float:
         groups = sorted_rows(5 * big, 0, 12 * big)
         return differentiated(lambda x, w: gemm_grouped.gemm_grouped(x, w, groups, "triton"),

@@ -35,6 +35,11 @@ def has_recurrent_layers(config: Any) -> bool:
     return any(kind in ("conv", "linear_attention", "mamba") for kind in kinds)
 
 
+def take_batches(model: Any) -> None:
+    """Give a transformers model attention for batches of rows: sdpa, or eager where there is no other (soft caps, sinks)."""
+    model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The fast tokenizer of a model or bundle folder, read from local files only and without remote code."""
     folder = Path(path)

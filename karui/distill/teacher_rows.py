@@ -38,15 +38,19 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class DenseRows(_Rows):
-    """The whole distribution, held as hidden states [N, H] and the head's weight [V, H]; logits are made chunk by chunk."""
+    """The whole distribution, held as hidden states [N, H] and the head's weight [V, H]; logits are made chunk by chunk, with
+    c tanh(logits / c) where there is a soft cap c."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
+    softcap: float | None = None
     shared = ("weight",)
 
     def logits(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """[stop - start, V] in `dtype`. Raises `CorruptError` when they are not numbers."""
         logits = (self.hidden[start:stop] @ self.weight.T).to(dtype)
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if not torch.isfinite(logits.sum()):
             raise CorruptError(f"the teacher's logits are not finite in rows {start} to {stop}: its weights or its input are "
                                "damaged, or its dtype overflows. Load it in float32 and check it with `karui eval`.")

@@ -21,6 +21,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from karui.catalogue.logits import capped, logit_softcap, scaled
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize.grid import DTYPES, grouped
 from karui.qat import block_ap
@@ -119,7 +120,8 @@ def swap_out(model: nn.Module, linears: Mapping[str, StepLinear]) -> dict[str, Q
 
 
 class DistilledLoss(torch.autograd.Function):
-    """(hidden [T, H], head [V, H], teacher hidden [T, H] or None, targets [T], d) -> mean loss; gradient for hidden only.
+    """(hidden [T, H], head [V, H], teacher hidden [T, H] or None, targets [T], d, soft cap or None) -> mean loss; gradient for
+    hidden only.
 
     With p = d softmax(teacher) + (1 - d) onehot(target):  loss = sum p (log p~ - log softmax(student)), where p~ is the teacher's
     distribution in its share and 1 in the target's: d KL + (1 - d) cross entropy.  d loss / d logits = softmax(student) - p.
@@ -127,22 +129,26 @@ class DistilledLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, teacher: torch.Tensor | None, targets: torch.Tensor, share: float
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, teacher: torch.Tensor | None, targets: torch.Tensor, share: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         count, grad = len(hidden), torch.empty_like(hidden, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for i in range(0, count, CHUNK):
             part, rows = slice(i, i + CHUNK), torch.arange(len(targets[i : i + CHUNK]), device=hidden.device)
-            student = torch.log_softmax((hidden[part].to(head.dtype) @ head.T).float(), -1)
+            logits = capped((hidden[part].to(head.dtype) @ head.T).float(), softcap)
+            student = torch.log_softmax(logits, -1)
             delta = student.exp()
             if share < 1 or teacher is None:
                 total -= (1 - share) * student[rows, targets[part]].double().sum()
                 delta[rows, targets[part]] -= 1 - share
             if share > 0 and teacher is not None:
-                wanted = torch.log_softmax((teacher[part].to(head.dtype) @ head.T).float(), -1)
+                wanted = torch.log_softmax(capped((teacher[part].to(head.dtype) @ head.T).float(), softcap), -1)
                 likely = wanted.exp()
                 total += share * (likely * wanted.sub_(student)).sum(-1).double().sum()
                 delta.sub_(likely, alpha=share)
+            if softcap is not None:
+                delta -= delta * (logits / softcap).square_()
             grad[part] = (delta.to(head.dtype) @ head).float()
         ctx.save_for_backward(grad.div_(count))
         return (total / count).float()
@@ -150,7 +156,7 @@ class DistilledLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = ctx.saved_tensors
-        return grad * grads[0], None, None, None, None
+        return grad * grads[0], None, None, None, None, None
 
 
 class EndToEnd:
@@ -169,6 +175,7 @@ class EndToEnd:
         self.device = next(model.parameters()).device
         self.half = in_bfloat16(config.precision, self.device)
         self.head: torch.Tensor = model.get_output_embeddings().weight.detach()  # type: ignore[operator]
+        self.softcap = logit_softcap(base.config)
         norm: Any = base.norm
         self.norm = norm
         self.norms = {
@@ -185,12 +192,14 @@ class EndToEnd:
         rows = self.rows[pick].to(self.device)
         head = self.head.bfloat16() if half else self.head.float()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            hidden = self.base(input_ids=rows, use_cache=False).last_hidden_state[:, :-1]
-        with torch.no_grad():
-            wanted = self._teacher(self.teacher[pick, :-1].to(self.device)) if self.config.distil else None
+            hidden = scaled(self.base(input_ids=rows, use_cache=False).last_hidden_state[:, :-1], self.base.config)
+        wanted = None
+        if self.config.distil:
+            with torch.no_grad():
+                wanted = scaled(self._teacher(self.teacher[pick, :-1].to(self.device)), self.base.config)
         value: torch.Tensor = DistilledLoss.apply(
             hidden.flatten(0, 1).float(), head, None if wanted is None else wanted.flatten(0, 1), rows[:, 1:].flatten(),
-            self.config.distil,
+            self.config.distil, self.softcap,
         )  # fmt: skip
         return value
 

@@ -87,7 +87,7 @@ def calibrate(
     tokenizer = load_tokenizer(source)
     rows = rows_of(load_samples(recipe.data, tokenizer, "train"), how) if chosen.calibrates else None
     probe = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
-    model = merged_model(source, None, adapter=adapter, base_spec=base, attention="sdpa")
+    model = merged_model(source, None, adapter=adapter, base_spec=base, batches=True)
     difference = None
     if adapter is not None:
         apart = model_logprobs(unmerged_model(source, adapter, base), probe)

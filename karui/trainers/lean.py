@@ -115,18 +115,19 @@ class LeanAttention:
             return self.own(hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
                             past_key_values=past_key_values, **kwargs)
         window = window_of(m)
+        own: dict[str, Any] = {"sinks": getattr(m, "sinks", None), "softcap": getattr(m, "attn_logit_softcapping", None)}
         shape = (*hidden_states.shape[:-1], -1, m.head_dim)
         q, k, v = (p(hidden_states).view(shape) for p in (m.q_proj, m.k_proj, m.v_proj))
         if hasattr(m, "q_norm"):
             q, k = m.q_norm(q), m.k_norm(k)
         cosine, sine = position_embeddings
         if (context := kwargs.get("context_rows")) is not None:
-            check_window(documents, window)
+            check_context(documents, window, **own)
             q, k = (rotate(x.transpose(1, 2), cosine, sine) for x in (q, k))
             out = context_attention(q, k, v.transpose(1, 2), documents, m.scaling, context)
         else:
             out = document_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents, m.scaling,
-                                     shared=kwargs.get("shared_prefix", False), rotary=(cosine[0], sine[0]), window=window)
+                                     shared=kwargs.get("shared_prefix", False), rotary=(cosine[0], sine[0]), window=window, **own)
         out = out.reshape(*hidden_states.shape[:-1], -1)
         rows = kwargs.get("attended_rows")
         return m.o_proj(out if rows is None else out.index_select(1, rows)), None
@@ -167,10 +168,12 @@ def window_of(attention: Any) -> int | None:
     return getattr(attention, "sliding_window", given) or None
 
 
-def check_window(cu_seqlens: torch.Tensor, window: int | None) -> None:
-    """Raise `UnsupportedError` when a document that several ranks share is longer than the model's sliding window."""
+def check_context(cu_seqlens: torch.Tensor, window: int | None, sinks: torch.Tensor | None, softcap: float | None) -> None:
+    """Raise `UnsupportedError` for what attention over several ranks lacks: sinks, soft caps, documents longer than a window."""
     from karui.configs.errors import UnsupportedError
 
+    if sinks is not None or softcap is not None:
+        raise UnsupportedError("run.context_parallel has no attention sinks and no soft caps; leave it out for this model.")
     if window is None:  # on a GPU to look is to wait, in every layer
         return
     if (longest := int((cu_seqlens[1:] - cu_seqlens[:-1]).max())) > window:

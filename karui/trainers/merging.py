@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from karui.catalogue.logits import capped, logit_softcap, scaled
 from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
 from karui.trainers.calibrated import kl_per_token, logprobs_of, put_on_grid, unmerged_model
@@ -99,7 +100,7 @@ def _measure(
     """The base whose merged model has the smaller figure, and both figures by the base's name."""
     found: dict[QuantSpec, float] = {}
     for candidate in (base, NONE):
-        found[candidate] = figure(merged_model(source, None, adapter=adapter, base_spec=candidate, attention="sdpa"))
+        found[candidate] = figure(merged_model(source, None, adapter=adapter, base_spec=candidate, batches=True))
     names = {candidate: "original" if candidate == NONE else f"dequantized {candidate}" for candidate in found}
     return min(found, key=lambda b: found[b]), {names[b]: value for b, value in found.items()}
 
@@ -113,6 +114,6 @@ def _loss_sum(model: Any, samples: list[Any]) -> float:
         ids, mask = torch.tensor(sample.ids.tolist()), torch.tensor(sample.loss_mask.tolist()).bool()[1:]
         with torch.inference_mode():
             hidden = model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0, :-1][mask]
-            logits = model.get_output_embeddings()(hidden).float()
+            logits = capped(model.get_output_embeddings()(scaled(hidden, model.config)).float(), logit_softcap(model.config))
             total += float(torch.nn.functional.cross_entropy(logits, ids[1:][mask], reduction="sum"))
     return total

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from karui.catalogue.helpers import has_recurrent_layers
+from karui.catalogue.logits import logit_scale, logit_softcap, scaled
 from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.configs.recipe import ModelSection
 from karui.kernels.cross_entropy import linear_cross_entropy
@@ -22,7 +23,7 @@ from karui.kernels.document_attention import document_attention
 from karui.trainers.compact import compact
 from karui.trainers.context import ContextGroup, context_attention, split
 from karui.trainers.data import IGNORE, PackedBatch
-from karui.trainers.lean import check_window, install_lean_ops, keeps_rows, window_of
+from karui.trainers.lean import check_context, install_lean_ops, keeps_rows, window_of
 
 logger = logging.getLogger(__name__)
 ATTENTION = "karui_documents"
@@ -60,17 +61,13 @@ def load_model(section: ModelSection) -> nn.Module:
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raise `UnsupportedError` for what would be trained wrongly: scaled or capped logits, a head with a bias, attention with
-    sinks or an indexer."""
+    """Raise `UnsupportedError` for what would be trained wrongly: a head with a bias, attention with an indexer."""
     config: Any = model.config
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping"):
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise UnsupportedError(f"model type {config.model_type}: {key} is not supported in training.")
+    logit_scale(config)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:  # type: ignore[operator]
         raise UnsupportedError(f"model type {config.model_type}: an output head with a bias is not supported in training.")
-    for name, what in (("sinks", "attention sinks are"), ("indexer", "sparse attention is")):
-        if any(hasattr(module, name) for module in model.modules()):
-            raise UnsupportedError(f"model type {config.model_type}: {what} not supported in training.")
+    if any(hasattr(module, "indexer") for module in model.modules()):
+        raise UnsupportedError(f"model type {config.model_type}: sparse attention is not supported in training.")
 
 
 def register_attention() -> None:
@@ -103,16 +100,17 @@ def _attention(
             raise UnsupportedError(f"{ATTENTION} takes one ragged row, got a batch of {query.shape[0]}; use sdpa for batches.")
         cu_seqlens = torch.tensor([0, query.shape[2]])
     window = kwargs.get("sliding_window") or window_of(module)
-    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "indices")):
-        raise UnsupportedError(f"{ATTENTION} has no soft caps, sinks and chosen keys.")
+    if kwargs.get("indices") is not None:
+        raise UnsupportedError(f"{ATTENTION} has no chosen keys.")
+    own: dict[str, Any] = {"sinks": kwargs.get("s_aux"), "softcap": kwargs.get("softcap")}
     if dropout:
         raise UnsupportedError("attention dropout is not supported; set attention_dropout to 0 in the model's config.")
     scaling = scaling or query.shape[-1] ** -0.5
     if (rows := kwargs.get("context_rows")) is not None:
-        check_window(cu_seqlens, window)
+        check_context(cu_seqlens, window, **own)
         return context_attention(query, key, value, cu_seqlens, scaling, rows), None
     shared = kwargs.get("shared_prefix", False)
-    return document_attention(query, key, value, cu_seqlens, scaling, shared=shared, window=window), None
+    return document_attention(query, key, value, cu_seqlens, scaling, shared=shared, window=window, **own), None
 
 
 class LossSum(nn.Module):
@@ -124,6 +122,7 @@ class LossSum(nn.Module):
 
     Attributes:
         context: the ranks that share a batch, set by a run with `run.context_parallel`; the loss is then of this rank's rows.
+        softcap: of the logits, None without one.
     """
 
     context: ContextGroup | None = None
@@ -132,6 +131,7 @@ class LossSum(nn.Module):
         super().__init__()
         self.model = model
         self.chunk = chunk
+        self.softcap = logit_softcap(base_model(model).config)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
@@ -152,10 +152,11 @@ class LossSum(nn.Module):
         hidden = self._body(tokens, positions, cu_seqlens, **extra)
         head = inner.get_output_embeddings().weight  # type: ignore[operator]
         picked = hidden if kept else hidden.index_select(0, rows)
-        return linear_cross_entropy(picked, head.to(picked.dtype), targets[rows], self.chunk)[0]
+        return linear_cross_entropy(picked, head.to(picked.dtype), targets[rows], self.chunk,
+                                    softcap=self.softcap)[0]
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """The body's last hidden states [T, H] of a ragged row."""
+        """The body's last hidden states [T, H] of a ragged row, times the logits' scale."""
         return self._body(tokens, positions, cu_seqlens)
 
     def _body(self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -165,7 +166,7 @@ class LossSum(nn.Module):
         body = base_model(self.model).get_decoder()  # type: ignore[operator]
         out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False,
                    **documents_of(body, cu_seqlens), **kwargs)
-        return out.last_hidden_state.squeeze(0)
+        return scaled(out.last_hidden_state.squeeze(0), body.config)
 
     def of(self, batch: PackedBatch) -> torch.Tensor:
         """The held-out loss sum of a batch (without going through a wrapper)."""

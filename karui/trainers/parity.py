@@ -98,16 +98,18 @@ def past_window(ids: list[int], bundle: Path) -> list[int]:
 
 def merged_model(
     source: Path, manifest: Manifest | None, *, adapter: Path | None, base_spec: QuantSpec | None,
-    quantized: Mapping[str, QTensor | torch.Tensor] | None = None, attention: str = "eager",
+    quantized: Mapping[str, QTensor | torch.Tensor] | None = None, batches: bool = False,
 ) -> Any:  # fmt: skip
     """Transformers' fp32 model of `source`, its adapter merged and its weights on the manifest's grids, dequantized.
 
-    Weights in `quantized` are the values of those codes. Without a manifest the merged weights stay as they are.
+    Weights in `quantized` are the values of those codes. Without a manifest the merged weights stay as they are. Attention is
+    transformers' plainest, for `batches` the one that is fast.
     """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
+    from karui.catalogue.helpers import take_batches
     from karui.inference.bundle.merge import base_weight, load_adapter
     from karui.kernels.qtensor import QTensor
     from karui.kernels.quantize import quantize
@@ -116,8 +118,10 @@ def merged_model(
 
     transformers_logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation=attention
+        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="eager"
     ).eval()
+    if batches:
+        take_batches(model)
     unfuse(model)
     lora = load_adapter(adapter) if adapter is not None else None
     with torch.inference_mode():

@@ -83,3 +83,16 @@ def test_never_allocates_all_logits():
     with Watch():
         linear_cross_entropy(hidden, weight, targets, 8)[0].backward()
     assert largest <= 8 * 50  # a chunk of logits; all of them would be 64 * 50
+
+
+def test_capped_logits_against_autograd():
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 6, generator=g, dtype=torch.float64, requires_grad=True) for n in (7, 11))
+    targets = torch.randint(0, 11, (7,), generator=g)
+    loss, count = linear_cross_entropy(hidden, weight, targets, 3, softcap=1.7)
+    exact = torch.nn.functional.cross_entropy(1.7 * torch.tanh(hidden @ weight.T / 1.7), targets, reduction="sum")
+    assert count == 7 and torch.allclose(loss, exact, atol=1e-12)
+    for mine, theirs in zip(torch.autograd.grad(2 * loss, (hidden, weight)), torch.autograd.grad(2 * exact, (hidden, weight))):
+        assert torch.allclose(mine, theirs, atol=1e-11)
+    with pytest.raises(KaruiError, match="softcap must be positive"):
+        linear_cross_entropy(hidden, weight, targets, 3, softcap=-1.0)

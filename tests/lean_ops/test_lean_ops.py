@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from karui.configs.errors import KaruiError
 from karui.kernels.document_attention import document_attention, rotate
 from karui.kernels.document_attention.reference import document_attention as attention_reference
 from karui.kernels.lora import frozen_linear, lora_linear
@@ -100,21 +101,44 @@ def test_document_attention_in_float64_takes_the_general_path():
     assert torch.allclose(document_attention(q, k, v, bounds, 0.3), attention_reference(q, k, v, bounds, 0.3).transpose(1, 2))
 
 
-@settings(max_examples=25, deadline=None)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), window=st.integers(1, 12), shared=st.booleans(),
-       rotary=st.booleans(), value=st.sampled_from([8, 4]))
-def test_a_window_equals_the_banded_mask(lengths, window, shared, rotary, value):
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), window=st.none() | st.integers(1, 12), shared=st.booleans(),
+       rotary=st.booleans(), value=st.sampled_from([8, 4]), cap=st.none() | st.floats(0.2, 5), sunk=st.booleans())
+def test_windows_caps_and_sinks_equal_the_dense_mask(lengths, window, shared, rotary, value, cap, sunk):
     tokens, bounds = sum(lengths), torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     q, k, v = _rand(1, 4, tokens, 8), _rand(1, 2, tokens, 8, seed=1), _rand(1, 2, tokens, value, seed=2)
     angle = torch.cat([_rand(tokens, 4, seed=3).detach()] * 2, -1)
     turn = (angle.cos(), angle.sin())
-    ours = document_attention(q, k, v, bounds, 0.3, shared=shared, window=window, rotary=turn if rotary else None)
+    leaves = (q, k, v) + ((sinks := _rand(4, seed=4)),) if sunk else (q, k, v)
+    extra = {"window": window, "softcap": cap, "sinks": sinks if sunk else None}
+    ours = document_attention(q, k, v, bounds, 0.3, shared=shared, rotary=turn if rotary else None, **extra)
     rq, rk = (rotate(x, *turn) for x in (q, k)) if rotary else (q, k)
-    exact = attention_reference(rq, rk, v, bounds, 0.3, shared=shared, window=window).transpose(1, 2)
+    exact = attention_reference(rq, rk, v, bounds, 0.3, shared=shared, **extra).transpose(1, 2)
     assert ours.shape == (1, tokens, 4, value) and torch.allclose(ours, exact, atol=1e-12)
     weight = _rand(*ours.shape, seed=7).detach()
-    for mine, theirs in zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (ours, exact))):
+    for mine, theirs in zip(*(torch.autograd.grad((x * weight).sum(), leaves) for x in (ours, exact))):
         assert torch.allclose(mine, theirs, atol=1e-10)
+
+
+def test_long_documents_go_in_pieces():
+    """More queries than exist at one moment, in a dtype that the native kernels refuse."""
+    lengths = (300, 5, 150)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    q, k, v = _rand(1, 2, 455, 8), _rand(1, 1, 455, 8, seed=1), _rand(1, 1, 455, 8, seed=2)
+    for extra in ({}, {"window": 200}):
+        ours = document_attention(q, k, v, bounds, 0.3, shared=True, **extra)
+        exact = attention_reference(q, k, v, bounds, 0.3, shared=True, **extra).transpose(1, 2)
+        assert torch.allclose(ours, exact, atol=1e-12)
+        for mine, theirs in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (ours, exact))):
+            assert torch.allclose(mine, theirs, atol=1e-10)
+
+
+@pytest.mark.parametrize(("extra", "said"), [({"window": 0}, "at least the token itself"), ({"softcap": 0.0}, "must be positive"),
+                                             ({"sinks": torch.zeros(3)}, r"one sink per head, \[4\]; got \(3,\)")])
+def test_attention_that_cannot_be_is_refused(extra, said):
+    q = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(KaruiError, match=said):
+        document_attention(q, q, q, torch.tensor([0, 3]), 1.0, **extra)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -36,16 +36,19 @@ def test_step_linear_is_its_codes_and_has_autograds_gradient(spec):
     assert torch.equal(module(x), nn.functional.linear(x, module.qtensor().dequantize(), linear.bias))
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_distilled_loss_against_autograd(share):
+def test_distilled_loss_against_autograd(share, softcap):
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(300, 8, generator=g, requires_grad=True)
     head, teacher = torch.randn(31, 8, generator=g), torch.randn(300, 8, generator=g)
     targets = torch.randint(0, 31, (300,), generator=g)
-    loss = DistilledLoss.apply(hidden, head, teacher, targets, share)
+    loss = DistilledLoss.apply(hidden, head, teacher, targets, share, softcap)
     (loss * 3).backward()
     wide = hidden.detach().double().requires_grad_()
     logits, wanted = wide @ head.double().T, teacher.double() @ head.double().T
+    if softcap is not None:
+        logits, wanted = (softcap * (x / softcap).tanh() for x in (logits, wanted))
     kl = nn.functional.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="batchmean")
     reference = share * kl + (1 - share) * nn.functional.cross_entropy(logits, targets)
     (reference * 3).backward()

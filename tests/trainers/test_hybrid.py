@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.errors import UnsupportedError
 from karui.configs.manifest import Manifest
 from karui.inference.engine import Engine
 from karui.inference.models.decoder import TorchRunner
@@ -176,6 +176,6 @@ def test_rollouts_come_from_the_engine(kind: str, folders: dict[str, Path], make
     assert result.metrics["steps"] == 2
 
 
-def test_scaled_logits_are_not_trained(folders: dict[str, Path], make_recipe: Any) -> None:  # noqa: F811
-    with pytest.raises(KaruiError, match="logits_scaling is not supported in training"):
-        run_recipe(make_recipe(model={"name": str(folders["granitemoehybrid"])}))
+def test_no_draft_is_trained_for_scaled_logits(folders: dict[str, Path], make_recipe: Any) -> None:  # noqa: F811
+    with pytest.raises(UnsupportedError, match="a draft for a model"):
+        run_recipe(make_recipe(model={"name": str(folders["granitemoehybrid"])}, prepare=[], objective={"kind": "draft-medusa"}))

@@ -39,9 +39,10 @@ class Sums:
 
 
 def head_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, terms: Mapping[str, tuple[float, Term]], chunk: int = 128
+    hidden: torch.Tensor, weight: torch.Tensor, terms: Mapping[str, tuple[float, Term]], chunk: int = 128,
+    softcap: float | None = None,
 ) -> Sums:
-    """The weighted sum of terms over the rows of `hidden @ weight.T`.
+    """The weighted sum of terms over the rows of `hidden @ weight.T`, whose logits may have a soft cap.
 
     Args:
         hidden: [N, H] at supervised positions only; weight: [V, H].
@@ -64,5 +65,5 @@ def head_loss(
             logits.copy_(pull)
         return loss
 
-    loss_sum, _ = linear_loss(hidden, weight, rows, chunk)
+    loss_sum, _ = linear_loss(hidden, weight, rows, chunk, softcap)
     return Sums(loss_sum, hidden.shape[0], {name: float(value) for name, value in totals.items()})

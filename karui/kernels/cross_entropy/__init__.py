@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from karui.configs.errors import KaruiError
+from karui.kernels.linear_loss import RowLoss, linear_loss
 from karui.kernels.matmul import add_matmul, matmul
 from karui.kernels.triton_support import Backend, use_triton
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int = 1024, backend: Backend = "auto"
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int = 1024, backend: Backend = "auto",
+    *, softcap: float | None = None,
 ) -> tuple[torch.Tensor, int]:
     """Sum of -log softmax(hidden @ weight.T)[target] over the rows, and how many rows there were.
 
@@ -27,6 +29,7 @@ def linear_cross_entropy(
         weight: [V, H], same dtype as hidden.
         targets: [N] int64 in 0..V-1.
         chunk: rows whose logits exist at one moment: chunk * V values of scratch.
+        softcap: c, logits s are c tanh(s / c); the probabilities are then formed (`linear_loss`).
 
     Returns:
         loss_sum: scalar, fp32 (fp64 for fp64 input), differentiable once in hidden and weight.
@@ -49,12 +52,25 @@ def linear_cross_entropy(
             f"targets lie in {int(targets.min())}..{int(targets.max())}, the vocabulary in 0..{weight.shape[0] - 1}; "
             f"give only supervised rows (no -100), and the tokenizer that belongs to the model."
         )
+    if softcap is not None:
+        return linear_loss(hidden, weight, _rows(targets), chunk, softcap)[0], targets.numel()
     refused = f"dtype {hidden.dtype}" if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) else ""
     if use_triton(backend, hidden.device, "linear_cross_entropy", refused=refused):
         from karui.kernels.cross_entropy.triton import LinearCrossEntropy
 
         return LinearCrossEntropy.apply(hidden, weight, targets, chunk), targets.numel()
     return _LinearCrossEntropy.apply(hidden, weight, targets, chunk), targets.numel()
+
+
+def _rows(targets: torch.Tensor) -> RowLoss:
+    def rows(start: int, stop: int, logits: torch.Tensor) -> torch.Tensor:
+        at = targets[start:stop].unsqueeze(1)
+        logits -= logits.logsumexp(-1, keepdim=True)
+        losses = -logits.gather(1, at).squeeze(1)
+        logits.exp_().scatter_add_(1, at, logits.new_full((), -1.0).expand(at.shape))
+        return losses
+
+    return rows
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -5,8 +5,8 @@ that many samples open with is computed once. Rotary embedding (arXiv 2104.09864
 attention: q and k are then rotated on the way, and neither rotated copy exists.
 
 On CPU one autograd node keeps q, k, v, the output and a log-sum-exp per token and head; it runs a native kernel, or torch's flash
-kernel per document. Elsewhere: `scaled_dot_product_attention` per document. With a window shorter than a document its queries go
-through that function in pieces as long as the window, each with the keys it can see.
+kernel per document. A GPU has Triton kernels. What neither has (windows shorter than a document, sinks and soft caps on a CPU,
+odd dtypes and dimensions) goes through `pieces`, in plain torch, with the same memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from karui.configs.errors import KaruiError
+from karui.kernels.document_attention.pieces import PieceAttention
 from karui.kernels.native import train as native
 from karui.kernels.rope import rope
 from karui.kernels.triton_support import Backend, use_triton
@@ -32,6 +34,8 @@ def document_attention(
     shared: bool = False,
     rotary: Rotary | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
     """Attention output [1, T, heads, Dv], each token seeing the tokens of its own document up to itself.
@@ -44,71 +48,55 @@ def document_attention(
         shared: the first document is seen by all others, before their own rows.
         rotary: cosine and sine [T, D] to rotate q and k by, q cos + rotate_half(q) sin; None: they are as they should be.
         window: tokens a token sees, itself among them; None: all before it.
+        sinks: [heads] logits that take part in each token's softmax and bring no value (gpt-oss); they get a gradient.
+        softcap: c, scores s are c tanh(s / c) (Gemma 2, arXiv 2408.00118).
+
+    Raises:
+        KaruiError: a window below 1, a cap that is not positive, sinks that are not one per head.
     """
-    if window is not None and (bounds := cu_seqlens.tolist()) and _longest(bounds, shared) > window:
-        q, k = (rotate(x, *rotary) for x in (q, k)) if rotary else (q, k)
-        return _windowed(q, k, v, bounds, scaling, shared, window)
+    _check(q, window, sinks, softcap)
     if (short := q.shape[-1] - v.shape[-1]) > 0:  # latent attention has narrower values; zeros beside them stay zeros
         wide = torch.nn.functional.pad(v, (0, short))
-        return document_attention(q, k, wide, cu_seqlens, scaling, shared=shared, rotary=rotary, backend=backend)[..., :-short]
+        return document_attention(q, k, wide, cu_seqlens, scaling, shared=shared, rotary=rotary, window=window, sinks=sinks,
+                                  softcap=softcap, backend=backend)[..., :-short]
     if use_triton(backend, q.device, "document_attention", refused=_refused(q)):
         from karui.kernels.document_attention.triton import DocumentAttention
 
         if rotary:
             q, k = (rope(x[0].transpose(0, 1), *rotary, backend).transpose(0, 1).unsqueeze(0) for x in (q, k))
-        return DocumentAttention.apply(q, k, v, cu_seqlens, scaling, shared)
+        return DocumentAttention.apply(q, k, v, cu_seqlens, scaling, shared, window, sinks, softcap)
     bounds = cu_seqlens.tolist()
-    if native.attention_usable(q, k, v, bounds):
+    if window is not None and _longest(bounds, shared) <= window:
+        window = None
+    plain = window is None and sinks is None and softcap is None
+    if plain and native.attention_usable(q, k, v, bounds):
         cosine, sine = (t.float().contiguous() for t in rotary) if rotary else (None, None)
         return _NativeAttention.apply(q, k, v, bounds, scaling, shared, cosine, sine)
     if rotary:
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-    if q.device.type == "cpu" and q.dtype != torch.float64 and not shared:
+    if plain and q.device.type == "cpu" and q.dtype != torch.float64 and not shared:
         return _DocumentAttention.apply(q, k, v, bounds, scaling)
-    lengths = [e - s for s, e in zip(bounds, bounds[1:])]
-    parts = zip(q.split(lengths, 2), *(_with_prefix(t.split(lengths, 2), shared) for t in (k, v)))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    outs = []
-    for qd, kd, vd in parts:
-        own, seen = qd.shape[2], kd.shape[2]
-        mask = None if own == seen else torch.ones(own, seen, dtype=torch.bool, device=q.device).tril(seen - own)
-        outs.append(attend(qd, kd, vd, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True))
-    return torch.cat(outs, 2).transpose(1, 2)
+    return PieceAttention.apply(q, k, v, sinks, bounds, scaling, shared, window, softcap)
+
+
+def _check(q: torch.Tensor, window: int | None, sinks: torch.Tensor | None, softcap: float | None) -> None:
+    if window is not None and window < 1:
+        raise KaruiError(f"document_attention: a window holds at least the token itself, got {window}.")
+    if softcap is not None and not softcap > 0:
+        raise KaruiError(f"document_attention: softcap must be positive, got {softcap}.")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise KaruiError(f"document_attention takes one sink per head, [{q.shape[1]}]; got {tuple(sinks.shape)}.")
 
 
 def _longest(bounds: list[int], shared: bool) -> int:
     lengths = [e - s for s, e in zip(bounds, bounds[1:])]
-    return lengths[0] + max(lengths[1:], default=0) if shared else max(lengths)
-
-
-def _windowed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], scaling: float, shared: bool, window: int
-) -> torch.Tensor:
-    """As `document_attention` of rotated q and k; work and memory grow with length * window."""
-    lengths = [e - s for s, e in zip(bounds, bounds[1:])]
-    parts = zip(q.split(lengths, 2), *(_with_prefix(t.split(lengths, 2), shared) for t in (k, v)))
-    outs = []
-    for qd, kd, vd in parts:
-        before = kd.shape[2] - qd.shape[2]  # rows of the shared beginning
-        for first in range(0, qd.shape[2], window):
-            rows = torch.arange(first, min(first + window, qd.shape[2]), device=q.device) + before
-            low, high = max(0, before + first - window + 1), before + first + len(rows)
-            keys = torch.arange(low, high, device=q.device)
-            seen = (keys <= rows[:, None]) & (keys > rows[:, None] - window)
-            outs.append(torch.nn.functional.scaled_dot_product_attention(
-                qd[:, :, first : first + window], kd[:, :, low:high], vd[:, :, low:high], attn_mask=seen, scale=scaling,
-                enable_gqa=True))
-    return torch.cat(outs, 2).transpose(1, 2)
+    return lengths[0] + max(lengths[1:], default=0) if shared else max(lengths, default=0)
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """x cos + rotate_half(x) sin, in x's dtype; cosine and sine may be of a wider one."""
     low, high = x.chunk(2, -1)
     return (x * cosine + torch.cat((-high, low), -1) * sine).to(x.dtype)
-
-
-def _with_prefix(parts: tuple[torch.Tensor, ...], shared: bool) -> tuple[torch.Tensor, ...]:
-    return (parts[0], *(torch.cat((parts[0], p), 2) for p in parts[1:])) if shared else parts
 
 
 class _NativeAttention(torch.autograd.Function):

@@ -1,5 +1,5 @@
 """One dense mask over the whole row: causal and block-diagonal by document, with `shared` the first one seen by all, banded with
-`window`. Quadratic in the row; for tests."""
+`window`; a sink is one more key. Quadratic in the row; for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 def document_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scaling: float, *, shared: bool = False,
-    window: int | None = None,
+    window: int | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
 ) -> torch.Tensor:
     """Shapes as in `karui.kernels.document_attention`; softmax of the full [T, T] scores under the mask."""
     tokens = q.shape[2]
@@ -24,4 +24,9 @@ def document_attention(
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = (q @ k.transpose(-1, -2)) * scaling
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., :tokens] @ v

@@ -34,7 +34,8 @@ class Bytewise:
         self.ours, self.theirs = _table(tokenizer, rows), _table(other, teacher.head.shape[0])
 
     def loss(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor, hidden: torch.Tensor,
-             head: torch.Tensor, *, weight: float, kind: str, parameter: float | None, chunk: int) -> Sums | None:
+             head: torch.Tensor, *, weight: float, kind: str, parameter: float | None, chunk: int,
+             softcap: float | None) -> Sums | None:
         """Over a packed row: the next byte's divergence, or `sorted_l1`; None when no border is shared.
 
         A compared row stands for supervised / compared rows of its document, so that documents weigh by their supervised tokens.
@@ -60,7 +61,7 @@ class Bytewise:
         which = divergence(kind, parameter)
         term: Term = Logits(rows, which) if kind == "sorted_l1" else FirstByte(
             rows, which, *(first_bytes(t).to(tokens.device) for t in (self.ours, self.theirs)))
-        return head_loss(torch.cat(picked), head, {"logits": (weight, Weighted(term, torch.cat(scales)))}, chunk)
+        return head_loss(torch.cat(picked), head, {"logits": (weight, Weighted(term, torch.cat(scales)))}, chunk, softcap)
 
 
 def _table(tokenizer: Any, rows: int) -> list[bytes | None]:

@@ -14,7 +14,7 @@ import torch
 
 from karui.configs.objectives import DistilObjective
 from karui.distill.cache import SparseRows, TeacherCache, document_key
-from karui.distill.teacher_rows import DenseRows, cut
+from karui.distill.teacher_rows import cut
 from karui.distill.vocabulary import SharedVocabulary
 from karui.trainers.data import IGNORE, SampleSet
 from karui.trainers.objectives.teacher import Teacher, tokenizer_identity
@@ -69,7 +69,7 @@ def score(
     hidden, _ = teacher.hidden(tokens.to(device), positions.to(device), borders)
     head, out, at = shared.rows(teacher.head), [], 0
     for n, (ids, supervised) in zip(lengths, documents):
-        dense = DenseRows(hidden[at : at + n][torch.from_numpy(supervised).to(device)], head)
+        dense = teacher.over(hidden[at : at + n][torch.from_numpy(supervised).to(device)], head)
         out.append(cut(dense, section.rows, section.k, section.temperature, seed=seed_of(document_key(ids, supervised)),
                        chunk=section.chunk_tokens))
         at += n

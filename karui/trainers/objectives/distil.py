@@ -30,7 +30,7 @@ from karui.distill.objectives.sampled import Sampled
 from karui.distill.objectives.topk import TopK
 from karui.distill.objectives.weighted import Weighted
 from karui.distill.relations import relation_sum
-from karui.distill.teacher_rows import DenseRows, TopKRows, concat, cut
+from karui.distill.teacher_rows import TopKRows, concat, cut
 from karui.distill.vocabulary import SharedVocabulary, share
 from karui.trainers.data import IGNORE, PackedBatch
 from karui.trainers.model import LossSum, base_model, weights_folder
@@ -114,7 +114,7 @@ class Distil(LossSum):
         if self._bytewise is not None:
             self._bytewise.teacher.to(tokens.device)
             parts.append(self._bytewise.loss(tokens, cu_seqlens, targets, hidden, head, weight=weight, kind=section.divergence,
-                                             parameter=section.parameter, chunk=self.chunk))
+                                             parameter=section.parameter, chunk=self.chunk, softcap=self.softcap))
         else:
             theirs: dict[int, torch.Tensor] = {}
             their_values: dict[str, torch.Tensor] = {}
@@ -131,8 +131,9 @@ class Distil(LossSum):
                 terms["logits"] = (weight, term)
             elif term is not None:  # over a part of the vocabulary only: a pass of its own
                 kept = self.shared.covers(targets[rows]).to(torch.float32)
-                parts.append(head_loss(picked, self.shared.rows(head), {"logits": (weight, Weighted(term, kept))}, self.chunk))
-        parts.append(head_loss(picked, head, terms, self.chunk))
+                parts.append(head_loss(picked, self.shared.rows(head), {"logits": (weight, Weighted(term, kept))}, self.chunk,
+                                       self.softcap))
+        parts.append(head_loss(picked, head, terms, self.chunk, self.softcap))
         loss = picked.new_zeros((), dtype=torch.float32)
         for part in parts:
             if part is not None:
@@ -155,15 +156,16 @@ class Distil(LossSum):
 
     def _term(self, taught: torch.Tensor, tokens: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor) -> Term | None:
         """The logit term of a teacher at work, from its hidden states [T, H]."""
-        section, weight = self.section, self.shared.rows(self._teacher[0].head)
+        section, teacher = self.section, self._teacher[0]
+        weight = self.shared.rows(teacher.head)
         supervised = targets != IGNORE
         if section.rows == "full":
-            return Logits(DenseRows(taught[supervised], weight), divergence(section.divergence, section.parameter),
+            return Logits(teacher.over(taught[supervised], weight), divergence(section.divergence, section.parameter),
                           section.temperature)
         parts, at = [], 0
         for key, ids, mask in packed_documents(tokens, cu_seqlens, targets):
             if mask.any():
-                dense = DenseRows(taught[at : at + len(ids)][supervised[at : at + len(ids)]], weight)
+                dense = teacher.over(taught[at : at + len(ids)][supervised[at : at + len(ids)]], weight)
                 parts.append(cut(dense, section.rows, section.k, section.temperature, seed=seed_of(key), chunk=self.chunk))
             at += len(ids)
         return self._sparse(concat(parts)) if parts else None

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from karui.catalogue.helpers import has_recurrent_layers
+from karui.catalogue.logits import logit_scale
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.objectives import Eagle3Objective, MedusaObjective
 from karui.distill import capture
@@ -47,6 +48,9 @@ class Draft(LossSum):
             raise UnsupportedError("a draft for a model with recurrent layers is not trained: the engine verifies no trees of "
                                    "drafts there. Serve it with ngram drafts.")
         super().__init__(model, chunk)
+        if self.softcap is not None or logit_scale(base_model(model).config) != 1.0:
+            raise UnsupportedError("a draft for a model whose logits are scaled or capped is not trained: a draft's are not. "
+                                   "Serve it with ngram drafts.")
         self.tokenizer = tokenizer
         self._kept: dict[bytes, tuple[torch.Tensor, ...]] | None = {} if keep_states else None
         if hasattr(model, "get_base_model"):

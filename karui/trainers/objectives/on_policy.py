@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from karui.catalogue.logits import capped
 from karui.configs.errors import KaruiError
 from karui.configs.objectives import OnPolicyObjective
 from karui.configs.recipe import Recipe
@@ -32,7 +33,6 @@ from karui.distill.on_policy.buffer import RolloutBuffer
 from karui.distill.on_policy.drift import Drift
 from karui.distill.on_policy.rollout import Rollout, write
 from karui.distill.on_policy.schedule import is_on_policy
-from karui.distill.teacher_rows import DenseRows
 from karui.distill.vocabulary import share
 from karui.trainers.data import IGNORE, PackedBatch, Sample, collate, plan_epoch
 from karui.trainers.model import LossSum, base_model, weights_folder
@@ -175,7 +175,7 @@ class OnPolicy(LossSum):
             batch = collate(documents).to(device)
             hidden = self.hidden(batch.tokens, batch.positions, batch.cu_seqlens)
             rows = batch.targets != IGNORE
-            parts.append(chosen_logprobs(hidden[rows], head, batch.targets[rows], self.chunk).cpu())
+            parts.append(chosen_logprobs(hidden[rows], head, batch.targets[rows], self.chunk, self.softcap).cpu())
         ours = torch.cat(parts)
         self.train(was_training)
         theirs = torch.from_numpy(np.concatenate([r.raw[1:][r.loss_mask[1:]] for r in some]))
@@ -194,7 +194,7 @@ class OnPolicy(LossSum):
         head = base_model(self.model).get_output_embeddings().weight.to(picked.dtype)  # type: ignore[operator]
         teacher = self.teacher.it.to(tokens.device)
         taught, _ = teacher.hidden(tokens, positions, cu_seqlens)
-        dense = DenseRows(taught[rows], teacher.head[: head.shape[0]])
+        dense = teacher.over(taught[rows], teacher.head[: head.shape[0]])
         head = head[: dense.weight.shape[0]]
         term: Term = Logits(dense, divergence(section.divergence, section.parameter), section.temperature)
         if section.loss == "divergence":
@@ -202,14 +202,14 @@ class OnPolicy(LossSum):
         else:
             sampler = self._drawn(tokens, cu_seqlens, targets).to(tokens.device)
             written = ~torch.isnan(sampler)
-            judged = chosen_logprobs(dense.hidden, dense.weight, targets[rows], self.chunk)
+            judged = chosen_logprobs(dense.hidden, dense.weight, targets[rows], self.chunk, dense.softcap)
             pg = PolicyGradient(targets[rows], sampler.nan_to_num(), judged, section.max_ratio)
             others = ~written
             terms = {"policy": (1.0, Weighted(pg, written.float())),
                      "logits": (float(others.any()), Weighted(term, others.float()))}
             if bool(written.any()):
                 self._add("reverse_kl", float((sampler[written] - judged[written]).mean()))
-        return head_loss(picked, head, terms, self.chunk).loss_sum
+        return head_loss(picked, head, terms, self.chunk, self.softcap).loss_sum
 
     def _drawn(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """[rows] log-probability each target was drawn with; NaN where the data wrote it."""
@@ -248,11 +248,13 @@ class _Hidden:
 
 
 @torch.no_grad()
-def chosen_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int) -> torch.Tensor:
-    """[N] log softmax(hidden @ weight.T)[target] in float32, chunk by chunk."""
+def chosen_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int, softcap: float | None = None
+) -> torch.Tensor:
+    """[N] log softmax(hidden @ weight.T)[target] in float32, chunk by chunk; the logits may have a soft cap."""
     out = torch.empty(len(hidden), device=hidden.device)
     for start in range(0, len(hidden), chunk):
-        logits = (hidden[start : start + chunk] @ weight.to(hidden.dtype).T).float()
+        logits = capped((hidden[start : start + chunk] @ weight.to(hidden.dtype).T).float(), softcap)
         at = logits.gather(1, targets[start : start + chunk].unsqueeze(1)).squeeze(1)
         out[start : start + chunk] = at - logits.logsumexp(-1)
     return out

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from karui.catalogue.logits import logit_softcap, scaled
 from karui.configs.errors import UnsupportedError
 from karui.configs.objectives import TeacherSection
 from karui.configs.recipe import ModelSection, Recipe
@@ -26,6 +27,7 @@ class Teacher:
         model: the frozen model, in eval mode.
         folder: its resolved folder.
         head: [V, H] output weight in float32.
+        softcap: of its logits, None without one.
     """
 
     def __init__(self, section: TeacherSection, recipe: Recipe) -> None:
@@ -47,6 +49,7 @@ class Teacher:
         if not section.offload:
             install_lean_ops(self.model)
         self.head = head_weight(self.model, self.folder).float()
+        self.softcap = logit_softcap(base_model(self.model).config)
 
     def to(self, device: torch.device) -> Teacher:
         """In place; a no-op where it already is."""
@@ -64,7 +67,7 @@ class Teacher:
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, depths: Iterable[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Last hidden states [T, H] in float32 of a packed row, and residual streams by depth."""
+        """Last hidden states [T, H] in float32 of a packed row, times the logits' scale, and residual streams by depth."""
         body = base_model(self.model).get_decoder()  # type: ignore[operator]
         home = tokens.device
         if self.section.offload:
@@ -72,10 +75,16 @@ class Teacher:
         with capture.depths(self.layers, depths) as found:
             out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False,
                        **documents_of(body, cu_seqlens))
-        return out.last_hidden_state.squeeze(0).to(home).float(), {d: x.to(home).float() for d, x in found.items()}
+        last = out.last_hidden_state.squeeze(0).to(home).float()
+        return scaled(last, body.config), {d: x.to(home).float() for d, x in found.items()}
 
     def rows(self, hidden: torch.Tensor) -> DenseRows:
-        return DenseRows(hidden, self.head)
+        """`hidden` [N, H] as teacher rows over the whole vocabulary."""
+        return self.over(hidden, self.head)
+
+    def over(self, hidden: torch.Tensor, head: torch.Tensor) -> DenseRows:
+        """The same over some rows of the head's weight."""
+        return DenseRows(hidden, head, self.softcap)
 
     def identity(self) -> dict[str, Any]:
         """What its logits depend on, for the cache."""

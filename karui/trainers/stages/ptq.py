@@ -31,6 +31,7 @@ class PostTrainingStage(Stage):
         self._hooks: list[Any] = []
 
     def prepare(self, model: Any) -> Any:
+        from karui.catalogue.helpers import take_batches
         from karui.kernels.qtensor import QTensor
         from karui.qat.activations import attach
         from karui.qat.methods import method
@@ -44,7 +45,7 @@ class PostTrainingStage(Stage):
             rows = rows_of(self.context.samples, Calibration(method=step.method, samples=step.samples, length=step.length))
         options = Options(settings=step.settings, skip=step.skip, seed=self.context.recipe.run.seed)
         ragged = model.config._attn_implementation
-        model.set_attn_implementation("sdpa")  # calibration rows come in batches
+        take_batches(model)  # calibration rows come in batches
         try:
             found = quantize_loaded(model, model.config.to_dict(), step.method, step.spec, rows, options)
         finally:

@@ -10,7 +10,8 @@ from karui.kernels.document_attention import document_attention, reference
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 2.5e-2)], ids=str)
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "width"), [((1,), 1, 1, 8), ((17, 1, 20), 2, 1, 24), ((16, 33), 1, 1, 16), ((0, 18, 3), 1, 1, 8)])
 @pytest.mark.parametrize("shared", [False, True])
-def test_values_and_gradients(lengths, heads, kv_heads, width, shared, dtype, bound, device, rng):
+@pytest.mark.parametrize("own", [{}, {"window": 1}, {"window": 19}, {"softcap": 2.0}, {"sinks": True}, {"window": 6, "softcap": 3.0, "sinks": True}], ids=str)
+def test_values_and_gradients(lengths, heads, kv_heads, width, shared, own, dtype, bound, device, rng):
     if device.type == "cuda" and dtype == torch.float32:
         pytest.skip("refused on a GPU")
     tokens = sum(lengths)
@@ -18,8 +19,13 @@ def test_values_and_gradients(lengths, heads, kv_heads, width, shared, dtype, bo
     q, k, v = (torch.randn(1, tokens, h, width, generator=rng, device=device).to(dtype).transpose(1, 2) for h in (heads, kv_heads, kv_heads))
     mine = [x.clone().requires_grad_() for x in (q, k, v)]
     theirs = [x.double().requires_grad_() for x in (q, k, v)]
-    out = document_attention(*mine, cu, 0.3, shared=shared, backend="triton")
-    want = reference.document_attention(*theirs, cu, 0.3, shared=shared).transpose(1, 2)
+    rest = {name: value for name, value in own.items() if name != "sinks"}
+    if "sinks" in own:
+        sinks = torch.randn(heads, generator=rng, device=device)
+        mine.append(sinks.clone().requires_grad_())
+        theirs.append(sinks.double().requires_grad_())
+    out = document_attention(*mine[:3], cu, 0.3, shared=shared, sinks=dict(enumerate(mine)).get(3), **rest, backend="triton")
+    want = reference.document_attention(*theirs[:3], cu, 0.3, shared=shared, sinks=dict(enumerate(theirs)).get(3), **rest).transpose(1, 2)
     assert out.shape == (1, tokens, heads, width)
     grad = torch.randn(out.shape, generator=rng, device=device).to(dtype)
     out.backward(grad)
