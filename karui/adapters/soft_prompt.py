@@ -7,6 +7,10 @@ the body. Both kinds work by rows of the sequence:
     prefix   the rows hold zeros, and where a layer makes keys and values of them the trained ones take their place. Their
              position is 0, where the rotary embedding is the identity; the document begins at P, as with peft's cache
 
+A prefix starts as the keys and values that the model itself makes of a text, or of tokens drawn from its vocabulary (the paper's
+section 7.4). peft's start, normal random numbers, is no key that any layer has ever seen: SmolLM2-135M's loss on GSM8K answers
+went from 1.84 to 5.04 by it.
+
 An ordinary call (a padded batch, no `cu_seqlens`) goes peft's way.
 """
 
@@ -30,7 +34,7 @@ def attach_prompt(model: nn.Module, step: PromptStep, tokenizer: Any = None) -> 
     """Freeze `model` and put a prompt or prefix before every document.
 
     Args:
-        tokenizer: turns `step.text` into tokens; without a text it is not needed.
+        tokenizer: turns `step.text` into tokens; without a text it is not needed, and a prefix draws its tokens from torch's RNG.
 
     Raises:
         KaruiError: a text without a single token.
@@ -46,16 +50,33 @@ def attach_prompt(model: nn.Module, step: PromptStep, tokenizer: Any = None) -> 
     kind: Any = PromptTuningConfig if step.method == "prompt" else PrefixTuningConfig
     with quiet():
         peft_model: Any = get_peft_model(model, kind(num_virtual_tokens=step.tokens, task_type="CAUSAL_LM"))
+    install(peft_model)
+    rows = None
     if step.text is not None:
         ids = tokenizer(step.text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise KaruiError("prepare: the prompt's text has no tokens; write some, or leave it out.")
         rows = torch.tensor([ids[i % len(ids)] for i in range(step.tokens)])
-        with torch.no_grad():
-            source = model.get_input_embeddings().weight  # type: ignore[operator]
-            peft_model.prompt_encoder["default"].embedding.weight.copy_(source[rows])
-    install(peft_model)
+    embeddings = model.get_input_embeddings().weight  # type: ignore[operator]
+    table = peft_model.prompt_encoder["default"].embedding.weight
+    with torch.no_grad():
+        if step.method == "prefix":
+            drawn = torch.randint(len(embeddings), (step.tokens,)) if rows is None else rows
+            table.copy_(_keys_and_values(model, drawn).view_as(table))
+        elif rows is not None:
+            table.copy_(embeddings[rows])
     return peft_model
+
+
+def _keys_and_values(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """[P, 2 layers, key-value width] of `ids` [P], as a prefix holds them: layer by layer, rotated keys, then values."""
+    training = model.training
+    cache = model.eval()(input_ids=ids.unsqueeze(0), use_cache=True).past_key_values
+    model.train(training)
+    both = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    if any(t.shape[2] != len(ids) or t.shape[1:] != both[0].shape[1:] for t in both):
+        raise UnsupportedError(f"prefix: layers of {type(model).__name__} keep keys and values of different shapes; use prompt.")
+    return torch.stack([t[0].transpose(0, 1).flatten(1).float() for t in both], 1)
 
 
 def install(model: Any) -> None:

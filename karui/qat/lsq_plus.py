@@ -7,7 +7,8 @@
     start of activations  s, beta from the range of the first batch                                  (section 4.2)
 
 Weights on an affine grid learn the offset as a zero point, beta = -z s with z rounded straight through to the integer that is
-stored; on a symmetric grid they learn s alone, as in the paper. Gradients of s and beta are scaled by 1 / sqrt(n Qp) as in LSQ.
+stored; on a symmetric grid they learn s alone, as in the paper. They start from the scale (and zero point) of least squared
+error, as in `lsq`; `paper` is the rule above. Gradients of s and beta are scaled by 1 / sqrt(n Qp) as in LSQ.
 """
 
 from __future__ import annotations
@@ -67,17 +68,18 @@ class _Zero(torch.autograd.Function):
 class LSQPlus(LSQ):
     """Learned `step` and, on affine grids, learned `offset` [R, G], the zero point before rounding."""
 
-    def __init__(self, w: torch.Tensor, spec: QuantSpec, *, name: str = "tensor") -> None:
-        super().__init__(w, spec, start="range", name=name)
+    def __init__(self, w: torch.Tensor, spec: QuantSpec, *, start: str = "search", name: str = "tensor") -> None:
+        super().__init__(w, spec, start=start, name=name)
         zero: Any = getattr(self, "zero", None)
         if zero is not None:
             self.offset = nn.Parameter(zero.float())
             self.zero = None
+        if zero is not None or start != "paper":
             return
         x = grouped(w.detach().float(), spec)
         mean, spread = x.mean(-1), 3 * x.std(-1, unbiased=False)
-        start = torch.maximum((mean - spread).abs(), (mean + spread).abs()) / 2 ** (spec.bits - 1)
-        self.step = nn.Parameter(Stored.apply(start, spec))
+        wide = torch.maximum((mean - spread).abs(), (mean + spread).abs()) / 2 ** (spec.bits - 1)
+        self.step = nn.Parameter(Stored.apply(wide, spec))
 
     def forward(self, w: torch.Tensor) -> torch.Tensor:
         if self.spec.symmetric:

@@ -88,10 +88,5 @@ class PromptStep(Section):
 
     method: Literal["prompt", "prefix"]
     tokens: int = Field(20, ge=1, description="virtual tokens")
-    text: str | None = Field(None, description="prompt: start from the embeddings of this text, repeated to the length")
-
-    @model_validator(mode="after")
-    def _text_fits(self) -> PromptStep:
-        if self.text is not None and self.method == "prefix":
-            raise ValueError("text belongs to prompt; a prefix has no embeddings to start from")
-        return self
+    text: str | None = Field(None, description="start from the embeddings (prompt), or the keys and values (prefix), of this "
+                             "text, repeated to the length; null: random embeddings, and keys and values of random tokens")

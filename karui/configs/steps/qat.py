@@ -33,6 +33,14 @@ class LearnedGridStep(_OnGrid):
     spec: QuantSpec = _grid("w4g64")
     activation_bits: int = Field(8, ge=2, le=8, description="lsq_plus and pact: bits of activations with a learned range")
     lr_ratio: float = Field(1.0, gt=0, description="learning rate of steps, offsets and ranges over that of the weights")
+    start: Literal["search", "range", "paper"] = Field("search", description="lsq and lsq_plus: where step sizes start. search: "
+                       "least squared error of the weights; range: the grid's own rule; paper: the method's")
+
+    @model_validator(mode="after")
+    def _start_fits(self) -> LearnedGridStep:
+        if self.start != "search" and self.method in ("pact", "seq"):
+            raise ValueError(f"start belongs to lsq and lsq_plus; {self.method} has a rule of its own")
+        return self
 
 
 class EfficientQatStep(_OnGrid):

@@ -67,7 +67,7 @@ class LearnedGridStage(GridStage):
         if method == "lsq":
             from karui.qat.lsq import LSQ
 
-            return LSQ(linear.weight, spec, name=name), tokens
+            return LSQ(linear.weight, spec, start=self.step.start, name=name), tokens
         if method == "seq":
             from karui.qat.seq import SEQ
 
@@ -75,7 +75,7 @@ class LearnedGridStage(GridStage):
         if method == "lsq_plus":
             from karui.qat.lsq_plus import LSQPlus, LSQPlusActivations
 
-            return LSQPlus(linear.weight, spec, name=name), LSQPlusActivations(self.step.activation_bits)
+            return LSQPlus(linear.weight, spec, start=self.step.start, name=name), LSQPlusActivations(self.step.activation_bits)
         from karui.qat.pact import PACT
 
         return Nearest(linear.weight, spec, name), PACT(self.step.activation_bits)
@@ -206,6 +206,7 @@ class EfficientQatStage(GridStage):
     """Block-AP while preparing (a resumed run does it again, with the same result), then step sizes train in the run."""
 
     def prepare(self, model: Any) -> Any:
+        from karui.catalogue.helpers import take_batches
         from karui.kernels.qtensor import QTensor
         from karui.qat.efficient_qat import swap_in
         from karui.qat.run import quantize_loaded
@@ -218,7 +219,7 @@ class EfficientQatStage(GridStage):
             settings={**step.settings, "e2e_epochs": 0}, targets=step.targets, skip=step.skip, seed=self.context.recipe.run.seed
         )
         attention = model.config._attn_implementation
-        model.set_attn_implementation("sdpa")  # the attention of packed rows takes one row at a time, Block-AP several
+        take_batches(model)  # the attention of packed rows takes one row at a time, Block-AP several
         found = quantize_loaded(model, model.config.to_dict(), step.method, step.spec, rows, options)
         model.set_attn_implementation(attention)
         codes = {n: q for n, q in found.changed.items() if isinstance(q, QTensor)}
