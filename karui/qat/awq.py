@@ -3,7 +3,8 @@ activations down.
 
     s = mean|x|^alpha per input channel, normalised to sqrt(max s * min s) = 1, alpha on a grid of 20 steps in [0, 1)   (eq. 4, 5)
     W' = W diag(s), x' = x / s; 1 / s is folded into what feeds the linear (see `fold`), so nothing is added at run time
-    then the range of each group is searched by the error of the group's own output (section 4, "clip")
+    then the range of each group is searched by the error of the group's own output (section 4, "clip"); on ternary and float
+    grids the scales are searched by squared error weighted by the inputs' mean squares (see `grids`)
 
 The loss of a candidate is || (Q(W s)/s - W) X ||^2 of all linears that share the input, over some 512 rows of each, computed from
 H = X^T X without running the block; the paper's search runs the parent module instead. alpha = 0 (no scaling) is among the
@@ -17,7 +18,6 @@ import logging
 import torch
 from pydantic import Field
 
-from karui.configs.errors import UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.kernels.quantize import quantize
 from karui.kernels.quantize.grid import grouped, inverse
@@ -25,6 +25,7 @@ from karui.kernels.quantize.integer import find_range
 from karui.qat.calibration import Block, Group, Stage
 from karui.qat.fold import Pair, all_groups, pairs
 from karui.qat.gptq import accumulate, output_error
+from karui.qat.grids import check_solvable, ruled, searched
 from karui.qat.search import encode, search_scale, some_rows
 from karui.qat.types import LayerReport, MethodConfig
 
@@ -48,9 +49,8 @@ CONFIG = AWQConfig
 
 def quantize_block(block: Block, config: AWQConfig) -> None:
     """Search and fold factors on the unquantized block, then clip and round its linears."""
-    for spec in set(block.specs.values()):
-        if spec.format != "int":
-            raise UnsupportedError(f"AWQ serves int grids, not {spec}; use rtn for it.")
+    for name in block.linears:
+        check_solvable(block.specs[name], "AWQ", name)
     stages = block.stages()
     grams: dict[Group, torch.Tensor] = {}
     counts: dict[Group, int] = {}
@@ -81,12 +81,13 @@ def quantize_block(block: Block, config: AWQConfig) -> None:
             if counts[group] < (config.min_tokens if group.routed else 1):
                 fallback = f"rtn: only {counts[group]} of {block.tokens} tokens reached it, {config.min_tokens} needed"
                 log.warning("%s: %s", name, fallback)
-                scale, zero = search_scale(w, spec)
-            elif config.clip_search:
-                scale, zero = clip(w, spec, gram, config)
+                q = searched(w, spec, name=name)
+            elif not config.clip_search:
+                q = ruled(w, spec, name=name)
+            elif spec.format == "int":
+                q = encode(w, spec, *clip(w, spec, gram, config), tuple(w.shape))
             else:
-                scale, zero = find_range(grouped(w, spec), spec)
-            q = encode(w, spec, scale, zero, tuple(w.shape))
+                q = searched(w, spec, weight=gram.diagonal(), steps=config.steps, name=name)
             block.commit(
                 name, q,
                 LayerReport(name=name, spec=str(spec), method="awq", error=output_error(w, q, gram), error_of="output",

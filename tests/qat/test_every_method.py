@@ -90,8 +90,8 @@ def test_the_engine_runs_every_grid(grid: str, tiny_folder, tmp_path) -> None:  
 def test_a_grid_of_a_budget_is_refused_before_anything_is_measured(tiny_folder, tmp_path) -> None:  # noqa: F811
     text = tmp_path / "text.txt"
     text.write_text("the sum of three and nine is twelve. " * 60, encoding="utf-8")
-    with pytest.raises(UnsupportedError, match="awq serves int grids, not mxfp4, which these do: rtn, gptq"):
-        quantize_to_bundle(str(tiny_folder), tmp_path / "out", method="awq", spec="w4g32", budget="4", grids=("w3g32", "mxfp4"),
+    with pytest.raises(UnsupportedError, match="hqq serves int grids, not mxfp4, which these do: rtn, gptq"):
+        quantize_to_bundle(str(tiny_folder), tmp_path / "out", method="hqq", spec="w4g32", budget="4", grids=("w3g32", "mxfp4"),
                            calibration=text, samples=8, length=64)  # fmt: skip
 
 
@@ -141,3 +141,15 @@ def test_what_a_training_step_prepares_is_what_it_converts_to(method: str, make_
     attach(model, dict.fromkeys(n for n, q in codes.items() if q.spec.activation_bits == 8))
     with torch.no_grad():
         assert torch.equal(model(ids).logits, prepared)
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_an_adapter_in_the_rounding_starts_on_the_grid_that_errs_least(learn: bool, make_recipe) -> None:  # noqa: F811
+    step = {"method": "qat_lora", "spec": "w4g32", "rank": 2, "alpha": 4, "learn_steps": learn}
+    setup = prepare(make_recipe(prepare=[step]))
+    for name, module in qat_linears(setup.model).items():
+        w, start = module.weight.detach(), module.weight_quantizer.codes(module.weight)
+        assert torch.equal(start.dequantize(), searched(w, start.spec).dequantize()), name
+        assert float((start.dequantize() - w).norm()) < float((quantize(w, start.spec).dequantize() - w).norm())
+    trained = [n.rpartition(".")[2] for n, p in setup.model.named_parameters() if p.requires_grad]
+    assert set(trained) == {"lora_a", "lora_b", *(["step"] if learn else [])}
