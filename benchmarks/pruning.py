@@ -115,12 +115,12 @@ def cut(a: argparse.Namespace, model: Any, tokenizer: Any, name: str) -> None:
 
 def width(a: argparse.Namespace, name: str) -> dict[str, Any]:
     """The loss right after a cut; of `NAME, healed` after training."""
-    name, _, healed = name.partition(", healed")
+    name, healed = name.removesuffix(", healed"), name.endswith(", healed")
     model, tokenizer = load_model(a)
-    if name != "whole":
+    if name not in ("whole", "nothing"):
         cut(a, model, tokenizer, name)
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    if not healed and name + healed != "whole":
+    if not healed and name != "whole":
         return found | scored(model, tokenizer, a.few, 0)
     with tempfile.TemporaryDirectory() as scratch:
         student = Path(scratch) / "student"
@@ -167,15 +167,15 @@ def experts(a: argparse.Namespace, name: str) -> dict[str, Any]:
     from karui.distill.reshape import upcycle
 
     model, tokenizer = load_model(a)
-    mixture = upcycle.convert(model, 4, 2)
+    mixture: Any = upcycle.convert(model, 4, 2)
     with tempfile.TemporaryDirectory() as scratch:
         folder, text = Path(scratch) / "experts", Path(scratch) / "train.txt"
         mixture.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         wiki = (DATA / "wikitext2_valid.txt").read_text(encoding="utf-8").split(" ")[: 256 * a.steps * 2]
         maths = [f"{r['question']}\n{r['answer']}" for r in map(json.loads, (DATA / "gsm8k_train.jsonl").open(encoding="utf-8"))]
-        maths = " ".join(maths).split(" ")[: 256 * a.steps * 2]
-        parts = [" ".join(x[i : i + 200]) for i in range(0, len(wiki), 200) for x in (wiki, maths)]
+        numbers = " ".join(maths).split(" ")[: 256 * a.steps * 2]
+        parts = [" ".join(x[i : i + 200]) for i in range(0, len(wiki), 200) for x in (wiki, numbers)]
         text.write_text("\n\n".join(parts), encoding="utf-8")
         model = load_model(a, train(a, folder, Path(scratch) / "run", None, text))[0].eval()
     rows = list(calibration(tokenizer, min(a.samples, WIDTH_ROWS)))
@@ -240,24 +240,29 @@ def sparse_figures(a: argparse.Namespace) -> list[Figure]:
 
 def width_figures(a: argparse.Namespace) -> list[Figure]:
     cuts = [f"{k} by {c}" for k in (["neurons"] if a.quick else CUTS) for c in CHOICES] + ([] if a.quick else list(LAYERS))
-    teacher = one(a, "width", "whole")
-    figures = [Figure(name="whole model, trained as long", ours=teacher.get("perplexity"), unit="ppl", better="lower")]
+    whole = one(a, "width", "nothing")
+    figures = [Figure(name="whole model", ours=whole.get("perplexity"), unit="ppl", better="lower")]
     found: dict[str, float | None] = {}
     for stage in ("", ", healed"):
-        for name in [*cuts]:
+        if stage:
+            teacher = one(a, "width", "whole")
+            figures.append(Figure(name="whole model, trained as long", ours=teacher.get("perplexity"), unit="ppl", better="lower"))
+        for name in cuts:
+            if stage and (name.endswith("norm") or name == LAYERS[1]):
+                continue
             run = one(a, "width", name + stage)
             found[name + stage] = run.get("perplexity")
-            fewer = 1 - run["parameters"] / teacher["parameters"] if run and teacher else math.nan
+            fewer = 1 - run["parameters"] / whole["parameters"] if run and whole else math.nan
             figures.append(Figure(name=f"{name}{stage}", ours=run.get("perplexity"), unit="ppl", better="lower",
                                   note=f"{100 * fewer:.1f} % fewer parameters"))
     for stage in ("", ", healed"):
         for kind in CUTS:
             for other in ("norm", "random"):
-                if f"{kind} by {other}" in found:
+                if f"{kind} by {other}{stage}" in found:
                     figures.append(against(f"{kind}{stage}: activation against {other}", found[f"{kind} by activation{stage}"],
                                            found[f"{kind} by {other}{stage}"], other))
         if LAYERS[0] in found:
-            best = min((v for n, v in found.items() if v is not None and " by activation" in n and n.endswith(stage or "n")), default=None)
+            best = min((v for k in CUTS if (v := found[f"{k} by activation{stage}"]) is not None), default=None)
             figures.append(against(f"best of width{stage} against depth", best, found[LAYERS[0] + stage], LAYERS[0]))
     return figures
 

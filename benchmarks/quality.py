@@ -2,6 +2,7 @@
 
     KARUI_PEERS=... python benchmarks/quality.py [--quick] [--json OUT] [--plot OUT.png] [--methods gptq,...] [--specs w4g64,...]
                                                 [--cache DIR]
+    python benchmarks/quality.py --methods gptq --specs w3g64,mixed3.25,w2g32,mixed2.5 --cache DIR
 
 Protocol: each text as one string, no special tokens, non-overlapping windows of 1024 tokens, every token but a window's first is
 scored, mean over all, exp; fp32, through transformers, with the dequantized weights. Calibration: 64 x 512 tokens of
@@ -11,6 +12,9 @@ wikitext2_valid.txt; scored on the first 40 windows of wikitext2_test.txt. GSM8K
 
 W8A8 quantizes activations with one fixed scale per linear's input (per tensor, static: the setting SmoothQuant was made for), found
 on the calibration rows; `dynamic` has one scale per token instead, as the engine runs it.
+
+`mixed3.25` is a grid per layer out of --grids, as `karui quantize --budget 3.25` chooses them, in stored bits per weight, scales included:
+as large as w3g64. 2.5 is as large as w2g32. Goal: not worse than the uniform grid of that size.
 
 Each run is a process of its own, so that peak memory is that run's. With --cache it leaves a JSON file in DIR, named after its
 method, grid and a hash of settings and protocol, and is not repeated; a row says so when the method's code has changed since.
@@ -44,6 +48,7 @@ ASKED = {
     ("efficient_qat", "w3g64"): 27.0,
     ("efficient_qat", "w2g64"): 60.0,
 }
+SAME_SIZE = {"mixed3.25": "w3g64", "mixed2.5": "w2g32"}
 LENGTH, WINDOW = 512, 1024
 # By default AutoRound takes 200 iterations, which would be an hour here; these see every row once, as Block-AP does.
 SETTINGS: dict[str, dict[str, Any]] = {"autoround": {"iterations": 32, "batch": 2}}
@@ -64,6 +69,7 @@ def cached(a: argparse.Namespace, method: str, spec: str) -> Path | None:
         return None
     settings = METHODS[name].load().CONFIG.build(given(a, name)).model_dump() if method != "none" else {}
     key = [method, spec, settings, a.model, a.samples if method != "none" else 0, a.windows, a.answers]
+    key += [a.grids] if spec.startswith("mixed") else []
     mark = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     return Path(a.cache) / f"{method}-{spec}-{mark}.json"
 
@@ -108,7 +114,18 @@ def measure(a: argparse.Namespace, method: str, spec: str) -> dict[str, float]:
         rows = calibration(tokenizer, a.samples)
         start, cpu = time.perf_counter(), time.process_time()
         settings = given(a, name)
-        result = quantize_loaded(model, read_config(folder), name, spec, rows, Options(settings=settings))
+        overrides: dict[str, Any] = {}
+        if spec.startswith("mixed"):
+            from karui.trainers.mixed import plan_for
+
+            work = None if a.cache is None else Path(a.cache) / f"sensitivity-{len(rows)}-{a.grids}"
+            if work is not None:
+                work.mkdir(parents=True, exist_ok=True)
+            plan = plan_for(folder, rows, a.grids.split(","), spec.removeprefix("mixed"), work=work)
+            overrides, spec = {n.removesuffix(".weight"): s for n, s in plan.specs.items()}, a.grids.split(",")[0]
+            found["bits"] = plan.bits_per_weight
+            start, cpu = time.perf_counter(), time.process_time()
+        result = quantize_loaded(model, read_config(folder), name, spec, rows, Options(settings=settings, overrides=overrides))
         found |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
         if spec.endswith("a8"):
             eights = [r.name for r in result.report if r.spec != "none"]
@@ -195,7 +212,7 @@ def child(a: argparse.Namespace, method: str, spec: str) -> dict[str, Any] | Non
         "--threads",
         str(a.threads),
     ]
-    command += ["--cache", str(a.cache)] if a.cache is not None else []
+    command += ["--grids", a.grids, *(["--cache", str(a.cache)] if a.cache is not None else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(f"{method} {spec}: {(done.stderr.strip().splitlines() or ['killed'])[-1]}", file=sys.stderr)
@@ -269,6 +286,15 @@ def comparisons(points: dict[str, dict[str, float]], specs: list[str], plain: fl
         for first, second in (("gptq", "rtn"), ("awq", "rtn"), ("rotation", "rtn"), ("autoround", "gptq"), ("autoround", "awq"),
                               ("efficient_qat", "autoround")):  # fmt: skip
             below(first, second, spec)
+    for spec, uniform in SAME_SIZE.items():
+        for method, found in points.items():
+            if spec in found and uniform in found:
+                out.append(Figure(name=f"{method} {spec} against {uniform}", ours=found[spec], peer=found[uniform], peer_name=uniform,
+                                  goal=1.0, unit="ppl", better="lower"))  # fmt: skip
+    for method in ("gptq", "rtn", "awq"):
+        if {"nvfp4", "mxfp4"} <= points.get(method, {}).keys():
+            out.append(Figure(name=f"{method} nvfp4 against mxfp4", ours=points[method]["nvfp4"], peer=points[method]["mxfp4"],
+                              peer_name="mxfp4", goal=1.0, unit="ppl", better="lower"))  # fmt: skip
     for method in ("rtn", "smoothquant", "llm_int8", "rtn-static", "smoothquant-static"):
         if "w8a8" in points.get(method, {}):
             goal = 1.01 if method.startswith("smoothquant") else None
@@ -307,6 +333,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--answers", type=int, default=64)
+    parser.add_argument("--grids", default="w2g64,w3g64,w4g64", help="what `mixed` chooses from")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--cache", type=Path, help="folder of finished runs, read and added to")
     parser.add_argument("--threads", type=int, default=0, help="of torch in each run (0: as many as it takes by itself)")
