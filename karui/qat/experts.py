@@ -1,10 +1,10 @@
 """Fused experts taken apart: one linear per projection and expert, so that every method sees and quantizes them like any other.
 
 transformers 5 keeps the experts of a mixture as two 3-D parameters, `gate_up_proj` [experts, 2 f, h] and `down_proj`
-[experts, h, f]. They are no `nn.Linear`, so a search for linears passes them by, and most of the model would silently stay in
-high precision.
+[experts, h, f] (gpt-oss: both transposed, rows of gate and up in turn, and a bias for each). They are no `nn.Linear`, so a search
+for linears passes them by, and most of the model would silently stay in high precision.
 
-    unfuse: mlp.experts.gate_up_proj, mlp.experts.down_proj  ->  mlp.experts.{e}.gate_proj / up_proj / down_proj.weight
+    unfuse: mlp.experts.gate_up_proj, mlp.experts.down_proj  ->  mlp.experts.{e}.gate_proj / up_proj / down_proj.weight (.bias)
 
 The new weights are views of the old parameters: no memory is added. The names are those of the qwen2_moe family's
 checkpoints on disk (mixtral's own files say block_sparse_moe.experts.{e}.w1 / w3 / w2).
@@ -21,12 +21,21 @@ from karui.configs.errors import UnsupportedError
 
 
 class Expert(nn.Module):
-    """down(act(gate x) * (up x)) on the tokens routed here, [tokens, h] -> [tokens, h]."""
+    """down(act(gate x) * (up x)) on the tokens routed here, [tokens, h] -> [tokens, h].
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    Args:
+        gate_up: [2 f, h], the rows of gate in front of those of up, or in `turn`; bias [2 f] alike, or None.
+        down: [h, f]; bias [h] or None.
+    """
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None,
+                 down_bias: torch.Tensor | None = None, turn: bool = False) -> None:
         super().__init__()
         half = gate_up.shape[0] // 2
-        self.gate_proj, self.up_proj, self.down_proj = _linear(gate_up[:half]), _linear(gate_up[half:]), _linear(down)
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if turn else (slice(half), slice(half, None))
+        for name, rows in (("gate_proj", gate), ("up_proj", up)):
+            setattr(self, name, _linear(gate_up[rows], None if gate_up_bias is None else gate_up_bias[rows]))
+        self.down_proj = _linear(down, down_bias)
 
 
 class Experts(nn.ModuleList):
@@ -36,10 +45,20 @@ class Experts(nn.ModuleList):
     """
 
     def __init__(self, fused: Any) -> None:
-        super().__init__(Expert(gate_up, down) for gate_up, down in zip(fused.gate_up_proj.data, fused.down_proj.data))
+        turn = not getattr(fused, "is_concatenated", True)
+        weights = [fused.gate_up_proj.data, fused.down_proj.data]
+        if getattr(fused, "is_transposed", False):
+            weights = [w.mT for w in weights]
+        biases = [getattr(fused, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")]
+        super().__init__(
+            Expert(gate_up, down, *(None if b is None else b[e] for b in biases), turn=turn)  # type: ignore[misc,arg-type]
+            for e, (gate_up, down) in enumerate(zip(*weights)))
         # gated activation of the fused module, by which some families clamp or scale; kept out of the module tree
-        self._gate: Any = fused._apply_gate
-        del fused.gate_up_proj, fused.down_proj
+        gated: Any = fused._apply_gate
+        self._gate: Any = (lambda x: gated(_in_turn(x))) if turn else gated
+        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+            if hasattr(fused, name):
+                delattr(fused, name)
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(hidden)
@@ -58,19 +77,19 @@ def unfuse(model: nn.Module) -> list[str]:
     """Replace every fused experts module by `Experts`, in place; returns their names (empty for a dense model).
 
     Raises:
-        UnsupportedError: experts in a layout that is not two plain matrices each (biases, transposed, interleaved gates, norms),
-            or another 3-D parameter in the model's blocks that no method would reach.
+        UnsupportedError: experts in a layout that is not two matrices each (norms behind them), or another 3-D parameter in the
+            model's blocks that no method would reach.
     """
     names = []
     for name, module in list(model.named_modules()):
         if not isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) or module.gate_up_proj.ndim != 3:
             continue
-        odd = [flag for flag in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, flag, False)]
-        odd += [f"not {flag}" for flag in ("has_gate", "is_concatenated") if not getattr(module, flag, True)]
+        odd = ["has_post_expert_norm"] if getattr(module, "has_post_expert_norm", False) else []
+        odd += [] if getattr(module, "has_gate", True) else ["not has_gate"]
         if odd or not hasattr(module, "_apply_gate") or getattr(module.down_proj, "ndim", 0) != 3:
             raise UnsupportedError(
                 f"{name}: fused experts of {type(module).__name__} ({', '.join(odd) or 'unknown layout'}) cannot be quantized; "
-                "experts with plain gate, up and down matrices can (mixtral, qwen2_moe, qwen3_moe, deepseek and their like)."
+                "experts with gate, up and down matrices can (mixtral, qwen2_moe, qwen3_moe, deepseek, gpt-oss and their like)."
             )
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, Experts(module))
@@ -105,7 +124,14 @@ def left_alone(name: str) -> str:
     return ""
 
 
-def _linear(weight: torch.Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+def _in_turn(halves: torch.Tensor) -> torch.Tensor:
+    """[.., gate; up] -> gate and up in turn."""
+    return torch.stack(halves.chunk(2, -1), -1).flatten(-2)
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.data, requires_grad=False)
     return linear

@@ -69,7 +69,7 @@ def calibrate(
     """Merge, calibrate, quantize.
 
     Args:
-        source: the unquantized model folder the adapter was trained on, or the trained model itself.
+        source: the model folder the adapter was trained on, or the trained model itself; experts in MXFP4 keep their codes.
         base: the grid of the base's linears during training.
 
     Raises:
@@ -77,8 +77,10 @@ def calibrate(
         UnsupportedError: a method that changes more than a bundle of this run can hold.
     """
     from karui.catalogue import load_tokenizer
+    from karui.inference.bundle.export import open_source
     from karui.qat.methods import method
-    from karui.qat.run import quantize_loaded, read_config
+    from karui.qat.run import quantize_loaded
+    from karui.qat.types import Options
     from karui.trainers.data import load_samples
 
     chosen = method(how.method)
@@ -99,7 +101,9 @@ def calibrate(
             )
     judged = held_out_sequences(recipe, source)
     before = logprobs_of(model, judged)
-    found = quantize_loaded(model, read_config(source), how.method, spec, rows)
+    opened = open_source(source)
+    coded = any(opened.spec(name).format != "none" for name in opened.names)
+    found = quantize_loaded(model, opened.config, how.method, spec, rows, Options(skip=("*.experts.*",) if coded else ()))
     kl = kl_per_token(before, logprobs_of(model, judged))
     return Calibrated(model=found, kl=kl, kl_tokens=sum(len(ids) for ids in judged), merge_difference=difference)
 

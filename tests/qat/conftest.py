@@ -22,7 +22,7 @@ def tiny(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **{**SIZES, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().float()
+    model = AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.randn_like(p) * 0.15 + (torch.exp(torch.randn_like(p)) if "norm" in name else 0.0))

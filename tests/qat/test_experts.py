@@ -18,7 +18,7 @@ from tests.qat.test_run import QUICK, names_for
 
 SMALL: dict[str, Any] = dict(num_hidden_layers=2, moe_intermediate_size=32, shared_expert_intermediate_size=48, num_local_experts=6,
                              num_experts=6, num_experts_per_tok=2)  # fmt: skip
-KINDS = {"mixtral": 2 * (4 + 6 * 3), "qwen2_moe": 2 * (4 + 6 * 3 + 3)}
+KINDS = {"mixtral": 2 * (4 + 6 * 3), "qwen2_moe": 2 * (4 + 6 * 3 + 3), "gpt_oss": 2 * (4 + 6 * 3)}
 METHODS_HERE = [m for m in METHODS if m != "rotation"]
 
 
@@ -123,8 +123,8 @@ def test_down_of_an_expert_is_calibrated_on_its_quantized_gate_and_up() -> None:
 
 def test_a_layout_that_is_not_plain_is_refused() -> None:
     odd = moe("mixtral")
-    odd.model.layers[1].mlp.experts.is_transposed = True
-    with pytest.raises(UnsupportedError, match="fused experts of MixtralExperts.*is_transposed"):
+    odd.model.layers[1].mlp.experts.has_post_expert_norm = True
+    with pytest.raises(UnsupportedError, match="fused experts of MixtralExperts.*has_post_expert_norm"):
         run(odd, "rtn")
     model = tiny()
     model.model.layers[1].mlp.extra = nn.Parameter(torch.zeros(2, 3, 4))

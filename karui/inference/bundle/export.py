@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
+from karui.catalogue.helpers import load_config
 from karui.catalogue.store import sha256_file
 from karui.configs.errors import KaruiError, nearest
 from karui.configs.manifest import Manifest
 from karui.configs.quantspec import QuantSpec
+from karui.inference.bundle import released
 from karui.inference.bundle.layout import DTYPE_NAMES
 from karui.inference.bundle.merge import Adapter, base_weight, load_adapter
-from karui.inference.bundle.reader import ModelFolder, is_bundle, read_model_folder, weight_files
+from karui.inference.bundle.reader import Opened, is_bundle, read_model_folder, weight_files
 from karui.inference.bundle.writer import Parity, write
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import quantize
@@ -94,7 +96,7 @@ def export_model(
     """Merge, quantize and write.
 
     Args:
-        source: an unquantized Hugging Face folder.
+        source: an unquantized Hugging Face folder, or one whose experts are in MXFP4 (gpt-oss): their codes stay as they are.
         spec: the grid of every block linear, or {pattern: grid}. A pattern is a shell pattern over module names
             (`*.mlp.down_proj`, `model.layers.0.*`); the first that matches counts; a linear that none matches is kept.
         adapter: a peft LoRA or DoRA folder to merge first.
@@ -116,7 +118,7 @@ def export_model(
     source = Path(source)
     if is_bundle(source):
         raise KaruiError(f"{source} is a bundle, so it is quantized already; export from the model folder it was made of.")
-    model = read_model_folder(source)
+    model = open_source(source)
     lora = load_adapter(adapter) if adapter is not None else None
     grids = _Grids(spec, embedding_spec, model)
     if lora is not None:
@@ -130,6 +132,11 @@ def export_model(
     fates, dtypes, fp32_bytes = [], {}, 0
     for done, name in enumerate(model.names):
         w = model.weight(name)
+        if isinstance(w, QTensor):
+            if lora is not None and lora.changes(name):
+                raise KaruiError(f"{name} is in {w.spec} already, and the adapter would change it; adapt other layers.")
+            ready.setdefault(name, w)
+            w = w.dequantize()
         dtypes[name] = DTYPE_NAMES[w.dtype]
         fp32_bytes += 4 * w.numel()
         if base is not None and _is_linear(name, w):
@@ -181,6 +188,14 @@ def export_model(
     return ExportReport(path=Path(output), manifest=manifest, fates=tuple(fates), bundle_bytes=size, fp32_bytes=fp32_bytes)
 
 
+def open_source(folder: Path) -> Opened:
+    """What a bundle can be made of: a folder in high precision, or with experts in MXFP4. Errors as in `read_model_folder`."""
+    quantization = load_config(folder).get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        return released.read(folder)
+    return read_model_folder(folder)
+
+
 def _error(w: torch.Tensor, q: QTensor) -> float:
     return float((w.float() - q.dequantize()).norm() / w.float().norm().clamp(min=1e-30))
 
@@ -188,7 +203,7 @@ def _error(w: torch.Tensor, q: QTensor) -> float:
 class _Grids:
     """Which grid each tensor gets, and why."""
 
-    def __init__(self, spec: Specs, embedding: str | QuantSpec, model: ModelFolder) -> None:
+    def __init__(self, spec: Specs, embedding: str | QuantSpec, model: Opened) -> None:
         patterns = spec if isinstance(spec, Mapping) else {"*": spec}
         self._patterns = {pattern: QuantSpec.parse(str(s)) for pattern, s in patterns.items()}
         self._embedding = QuantSpec.parse(str(embedding))
@@ -241,7 +256,7 @@ def _base_grid(given: str | QuantSpec | None, adapter: Adapter | None) -> QuantS
     return spec if spec.format != "none" else None
 
 
-def _check_adapter(adapter: Adapter, model: ModelFolder) -> None:
+def _check_adapter(adapter: Adapter, model: Opened) -> None:
     adapter.drop_tied(model.tied)
     if unknown := sorted(adapter.names() - set(model.names)):
         raise KaruiError(

@@ -242,6 +242,7 @@ class ModelFolder(Opened):
     """A plain Hugging Face folder: config.json, safetensors, tokenizer. Made by `read_model_folder`.
 
     Of a Gemma 3 with a vision tower it is the text model: config and names are those of `gemma3_text`, the tower is not there.
+    Experts of gpt-oss, stored as one tensor [experts, in, out] with gate and up in turn, have names of their own, biases too.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], files: SafetensorsFiles) -> None:
@@ -264,15 +265,33 @@ class ModelFolder(Opened):
                 raise CorruptError(f"{path}: {head} differs from {embedding}, but config.json ties them (tie_word_embeddings).")
             names = [name for name in names if name != head]
             self.tied = ((embedding, head),)
-        self.names = tuple(names)
+        self._experts: dict[str, tuple[str, int, slice]] = {}
+        self.names = ()
+        for name in names:
+            if self._holds_experts(name):
+                experts = experts_of(name, files.shape(self._stored[name])[0])
+                self._experts |= {one: (self._stored[name], *at) for one, at in experts.items()}
+                self.names += tuple(experts)
+            else:
+                self.names += (name,)
+
+    def _holds_experts(self, name: str) -> bool:
+        """Whether a stored tensor is all experts of a layer, as gpt-oss has them."""
+        parent, _, last = name.rpartition(".")
+        return last.removesuffix("_bias") in ("gate_up_proj", "down_proj") and f"{parent}.gate_up_proj_bias" in self._stored
 
     def spec(self, name: str) -> QuantSpec:
         return QuantSpec.parse("none")
 
     def packed(self, name: str) -> dict[str, torch.Tensor]:
-        if name not in self._stored:
+        if name in self._experts:
+            stored, expert, rows = self._experts[name]
+            tensor = self._files.part(stored, expert)
+            tensor = (tensor.T if tensor.ndim == 2 else tensor)[rows].contiguous()
+        elif name not in self._stored or name not in self.names:
             raise KaruiError(f"{self.path} stores no tensor {name!r}.")
-        tensor = self._files.read(self._stored[name])
+        else:
+            tensor = self._files.read(self._stored[name])
         check_finite(name, tensor)
         return {"": tensor}
 
@@ -281,6 +300,16 @@ class ModelFolder(Opened):
 
     def nbytes(self) -> int:
         return sum(p.stat().st_size for p in self.path.iterdir() if p.is_file())
+
+
+def experts_of(name: str, experts: int) -> dict[str, tuple[int, slice]]:
+    """{name of its own: (expert, its rows)} of a fused tensor, named `{parent}.gate_up_proj` or `down_proj`, with or without
+    `_bias`. Rows of gate and up take turns."""
+    parent, _, last = name.rpartition(".")
+    stem = last.removesuffix("_bias")
+    kind = "weight" if stem == last else "bias"
+    parts = {"down_proj": slice(None)} if stem == "down_proj" else {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+    return {f"{parent}.{e}.{part}.{kind}": (e, rows) for e in range(experts) for part, rows in parts.items()}
 
 
 def read_model_folder(path: str | Path) -> ModelFolder:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from karui.catalogue.helpers import load_config
 from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.inference.bundle.layout import check_finite, to_parts
-from karui.inference.bundle.reader import ModelFolder, SafetensorsFiles, Weight, weight_files
-from karui.inference.models.weights import canonical_name
+from karui.inference.bundle.reader import ModelFolder, SafetensorsFiles, Weight, experts_of, weight_files
 from karui.kernels.qtensor import QTensor
 
 METHODS = ("mxfp4", "fp8")
 _MXFP4 = QuantSpec.parse("mxfp4")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
 
 
@@ -54,28 +51,30 @@ class Released(ModelFolder):
         if quantization["quant_method"] == "fp8" and (not isinstance(block, list | tuple) or len(block) != 2):
             raise UnsupportedError(f"{path}: FP8 without weight_block_size is not read; give the model in 16 bits.")
         self._block: tuple[int, int] = tuple(block) if block else (0, 0)
+        self._codes: dict[str, tuple[str, int, slice]] = {}
         names: list[str] = []
         for name in self.names:
             if name.endswith(_BLOCKS):
-                parent, _, last = name.removesuffix(_BLOCKS).rpartition(".")
-                parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
-                names += [f"{parent}.{e}.{part}.weight" for e in range(files.shape(self._stored[name])[0]) for part in parts]
+                fused = name.removesuffix(_BLOCKS)
+                found = experts_of(fused, files.shape(self._stored[name])[0])
+                self._codes |= {one: (self._stored[name].removesuffix(_BLOCKS), *at) for one, at in found.items()}
+                names += found
             elif not name.endswith((_SCALES, _INVERSE)):
                 names.append(name)
         self.names = tuple(names)
 
     def spec(self, name: str) -> QuantSpec:
-        return _MXFP4 if self._expert(name) else super().spec(name)
+        return _MXFP4 if name in self._codes else super().spec(name)
 
     def packed(self, name: str) -> dict[str, torch.Tensor]:
         w = self.weight(name)
         return to_parts(w) if isinstance(w, QTensor) else {"": w}
 
     def weight(self, name: str) -> Weight:  # type: ignore[override]
-        if (found := self._expert(name)) is not None:
-            return self._mxfp4(name, *found)
-        if name not in self._stored or name not in self.names:
-            raise KaruiError(f"{self.path} stores no tensor {name!r}.")
+        if name in self._codes:
+            return self._mxfp4(name, *self._codes[name])
+        if name in self._experts or name not in self._stored or name not in self.names:
+            return super().packed(name)[""]
         tensor = self._files.read(self._stored[name])
         scales = f"{self._stored[name]}{_INVERSE}"
         if tensor.dtype == torch.float8_e4m3fn:
@@ -84,16 +83,6 @@ class Released(ModelFolder):
             tensor = self._dequantized(name, tensor, self._files.read(scales))
         check_finite(name, tensor)
         return tensor
-
-    def _expert(self, name: str) -> tuple[str, int, slice] | None:
-        """(stored name without its ending, expert, its rows) of a weight in MXFP4."""
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            return None
-        fused = "down_proj" if match[3] == "down" else "gate_up_proj"
-        stored = self._stored.get(canonical_name(f"{match[1]}.{fused}{_BLOCKS}"))
-        rows = slice(None) if match[3] == "down" else slice(0 if match[3] == "gate" else 1, None, 2)
-        return None if stored is None else (stored.removesuffix(_BLOCKS), int(match[2]), rows)
 
     def _mxfp4(self, name: str, stored: str, expert: int, rows: slice) -> QTensor:
         if f"{stored}{_SCALES}" not in self._files:
