@@ -64,10 +64,10 @@ class LearnedStep(torch.autograd.Function):
             codes = ratio.round()
             clipped = codes.clamp(least, most)
             inside = clipped == codes
-            # d value / d s: codes - ratio inside, the clipped code outside
-            grad_step[part] = (clipped.addcmul_(ratio, inside.to(ratio.dtype), value=-1) * grad[part]).sum(-1)
+            if ctx.needs_input_grad[1]:  # d value / d s: codes - ratio inside, the clipped code outside
+                grad_step[part] = (clipped.addcmul_(ratio, inside.to(ratio.dtype), value=-1) * grad[part]).sum(-1)
             torch.mul(grad[part], inside, out=grad_w[part])
-        return grad_w, grad_step.mul_(ctx.gradient_scale), None, None, None, None
+        return grad_w, grad_step.mul_(ctx.gradient_scale) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
 def _pieces(w: torch.Tensor) -> list[slice]:

@@ -4,7 +4,8 @@
 
 QLoRA trains A and B beside Q(W) and its merge falls between the grid's points, so that rounding it again gives back part of what
 was learnt. Here rounding happens after the sum in every forward pass (as in LoTA, PEQA and L4Q, arXiv 2402.04902, eq. 3), so the
-merge is the trained model, bit for bit. B starts at zero: the first forward pass is plain rounding, or a given grid's.
+merge is the trained model, bit for bit. B starts at zero: the first forward pass is plain rounding, or a given grid's. In a run
+the steps of an integer grid are those that err least on W, and stay so unless they train too.
 """
 
 from __future__ import annotations

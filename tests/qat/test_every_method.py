@@ -13,9 +13,10 @@ from karui.configs import QuantSpec, UnsupportedError
 from karui.configs.steps import BitNetStep, EfficientQatStep, LearnedGridStep, LlmQatStep, PostTrainingStep, QatLoraStep
 from karui.inference.engine import Engine
 from karui.kernels.qtensor import QTensor
+from karui.kernels.quantize import quantize
 from karui.qat.activations import attach
 from karui.qat.fake import qat_linears
-from karui.qat.grids import SOLVABLE
+from karui.qat.grids import SOLVABLE, searched
 from karui.qat.methods import ALL, METHODS, STEPPED, TRAINED
 from karui.trainers.quantize import quantize_to_bundle
 from karui.trainers.run import prepare

@@ -97,7 +97,8 @@ class QatLoraStep(_OnGrid):
     spec: QuantSpec = _grid("w4g64")
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
-    learn_steps: bool = Field(False, description="the grid's steps train too (LSQ), from the range of the weights")
+    learn_steps: bool = Field(False, description="the steps of an integer grid train too (LSQ); else they stay where the weights "
+                              "err least")
 
 
 QatStep = LearnedGridStep | EfficientQatStep | BitNetStep | LlmQatStep | QatLoraStep

@@ -197,7 +197,10 @@ class QatLoraStage(GridStage):
         from karui.qat.qat_lora import AdaptedWeight
 
         w = linear.weight
-        inner = LSQ(w, spec, start="range", name=name) if self.step.learn_steps else Nearest(w, spec, name)
+        inner: WeightQuantizer = Nearest(w, spec, name)
+        if spec.format == "int" or self.step.learn_steps:
+            inner = LSQ(w, spec, name=name)
+            inner.step.requires_grad_(self.step.learn_steps)
         adapted = AdaptedWeight(w, inner, rank=self.step.rank, alpha=self.step.alpha)
         return adapted, TokenActivations() if spec.activation_bits == 8 else None
 
