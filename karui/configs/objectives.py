@@ -131,9 +131,22 @@ class MedusaObjective(Section):
 
     kind: Literal["draft-medusa"] = "draft-medusa"
     heads: int = Field(3, ge=1, le=8)
+    num_layers: int = Field(1, ge=1, le=4, description="residual blocks of each head")
+    projection: Literal["shared", "own"] = Field(
+        "shared", description="shared: all heads project by the model's own, frozen; own: each trains one of its size")
+    vocabulary: int | None = Field(
+        None, ge=16, description="most frequent tokens of the data that can be drafted (shared only); null: all")
     decay: float = Field(0.8, gt=0, le=1, description="weight of head i is decay^i")
+    states: Literal["model", "engine"] = Field(
+        "model", description="what computes the states; engine: as they are served, quantized by the run's prepare step")
     keep_states: bool = Field(False, description="keep the model's states in memory: later epochs do not run it")
     chunk_tokens: int = Field(128, ge=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> MedusaObjective:
+        if self.vocabulary is not None and self.projection == "own":
+            raise ValueError("a vocabulary goes with projection: shared; heads with their own draft every token")
+        return self
 
 
 class Eagle3Objective(Section):

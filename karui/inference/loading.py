@@ -262,9 +262,11 @@ def _speculation(spec: SpeculationConfig, opened: Opened, config: ModelConfig, r
         model = make_runner(draft, draft_config, device=device, choice=choice)
         context = options.get("max_context") or min(config.max_context, draft_config.max_context, 8192)
         drafter = RunnerDrafter(model, max_context=context, max_sequences=options.get("max_sequences", 64))
-    embed, embedding = getattr(runner, "embed", None), None
+    embed, embedding, packed_head = getattr(runner, "embed", None), None, None
+    native: Any = runner
     if hasattr(runner, "embedding"):
-        embedding = lambda: runner.embedding  # noqa: E731 (asked for anew with each draft: weights may be swapped)
+        embedding = lambda: native.embedding  # noqa: E731 (asked for anew with each draft: weights may be swapped)
+        packed_head = lambda: native.head  # noqa: E731
     elif spec.method == "eagle3" and embed is None:
         table = _dense(opened, "model.embed_tokens")
 
@@ -273,4 +275,8 @@ def _speculation(spec: SpeculationConfig, opened: Opened, config: ModelConfig, r
     heads = opened.path if spec.method in ("medusa", "eagle3") else None
     if heads is not None and not spec.any_target:
         check_draft(heads, spec.method, opened, tokenizer)
-    return Speculation(spec, Speculator(spec, config, heads=heads, embed=embed, embedding=embedding, drafter=drafter).new)
+
+    def head() -> torch.Tensor:
+        return _dense(opened, "model.embed_tokens" if config.tied else "lm_head")
+    return Speculation(spec, Speculator(spec, config, heads=heads, embed=embed, head=head, embedding=embedding,
+                                        packed_head=packed_head, drafter=drafter).new)

@@ -91,19 +91,27 @@ def test_only_supervised_rows_count(parts):
     assert loss(parts, 3, supervised=torch.zeros(9, dtype=torch.bool)).loss_sum == 0
 
 
-def test_medusa_by_autograd():
+@pytest.mark.parametrize("shared", [False, True])
+def test_medusa_by_autograd(shared):
     torch.manual_seed(0)
-    heads = MedusaHeads(3, H, V)
+    ids = torch.arange(16) if shared else None
+    heads = MedusaHeads(3, H, V, 2, shared=shared, ids=ids)
+    if shared:
+        heads.bind(torch.randn(V, H))
     hidden, targets = torch.randn(8, H), torch.randint(0, V, (8,))
     supervised = torch.arange(8) > 2
-    ours, figures = medusa_loss(heads, hidden=hidden, targets=targets, supervised=supervised, decay=0.5, chunk=2)
-    wanted = 0.0
+    ours, figures = medusa_loss(heads, hidden=hidden, targets=targets, supervised=supervised, decay=0.5, ids=ids, chunk=2)
+    wanted, counted, right = 0.0, [0, 0, 0], [0, 0, 0]
+    rows = list(range(V)) if ids is None else ids.tolist()
     for i, logits in enumerate(heads(hidden)):
         for t in range(8 - 1 - i):
-            if supervised[t + 1 + i]:
-                wanted = wanted + 0.5**i * torch.nn.functional.cross_entropy(logits[t], targets[t + 1 + i])
+            target = int(targets[t + 1 + i])
+            if supervised[t + 1 + i] and target in rows:
+                wanted = wanted + 0.5**i * torch.nn.functional.cross_entropy(logits[t], torch.tensor(rows.index(target)))
+                counted[i] += 1
+                right[i] += rows[int(logits[t].argmax())] == target
     torch.testing.assert_close(ours, wanted)
-    assert [rows for _, rows in figures] == [5, 5, 5]
+    assert [f[1:] for f in figures] == [(n, r, 5) for n, r in zip(counted, right)] and (sum(counted) < 15) == shared
     leaves = list(heads.parameters())
     for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(wanted, leaves)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

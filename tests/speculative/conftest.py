@@ -20,6 +20,12 @@ from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config
 from karui.inference.speculative.factory import Speculator
 from karui.inference.speculative.medusa import MedusaHeads
 
+# A chain of the best tokens with the likeliest side branches, 24 nodes over four heads.
+CHOICES: tuple[tuple[int, ...], ...] = (
+    (0,), (1,), (2,), (3,), (4,), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (2, 0), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 2, 0), (1, 0, 0), (2, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0))
+
 
 def tiny_config(vocab: int = 61) -> ModelConfig:
     return ModelConfig(model_type="llama", vocab_size=vocab, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4,

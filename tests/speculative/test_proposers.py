@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,10 @@ from karui.inference.speculative.draft_model import DraftModelProposer, NoRoomEr
 from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer, default_aux_layers
 from karui.inference.speculative.factory import Speculator, load_eagle3, load_medusa, save_eagle3, save_medusa
 from karui.inference.speculative.lookahead import LookaheadProposer, NgramPool
-from karui.inference.speculative.medusa import DEFAULT_CHOICES, MedusaHeads, MedusaProposer, likeliest
+from karui.inference.speculative.medusa import MedusaHeads, MedusaProposer, likeliest, likeliest_paths
 from karui.inference.speculative.ngram import NgramProposer
 from karui.inference.speculative.tree import tree_of_choices
+from tests.speculative.conftest import CHOICES
 from tests.speculative.simulate import Markov, decode, plain
 
 VOCAB, HIDDEN = 12, 16
@@ -50,9 +52,15 @@ class MarkovDrafter:
         return torch.from_numpy(np.log(self.table.row(self.held[handle])))
 
 
-def medusa() -> MedusaHeads:
+def medusa(shared: bool = False, drafted: int | None = None, layers: int = 1) -> MedusaHeads:
     torch.manual_seed(0)
-    return MedusaHeads(4, HIDDEN, VOCAB).eval()
+    ids = None if drafted is None else torch.randperm(VOCAB)[:drafted].sort().values
+    heads = MedusaHeads(4, HIDDEN, VOCAB, layers, shared=shared, ids=ids).eval()
+    with torch.no_grad():
+        for head in heads.heads:
+            for block in head[:layers]:     # type: ignore[index]
+                block.linear.weight.normal_(std=0.3)
+    return heads.bind(torch.randn(VOCAB, HIDDEN)) if shared else heads
 
 
 def eagle(draft_vocab: int = VOCAB) -> Eagle3:
@@ -75,13 +83,15 @@ def make(name: str) -> Proposer:
         "lookahead-small": lambda: LookaheadProposer(3, 2, 2),
         "draft": lambda: DraftModelProposer(MarkovDrafter(draft), 4, VOCAB),
         "medusa": lambda: MedusaProposer(medusa()),
+        "medusa-fixed": lambda: MedusaProposer(medusa(), CHOICES),
+        "medusa-shared": lambda: MedusaProposer(medusa(shared=True, drafted=7, layers=2), nodes=9, width=3),
         "eagle3": lambda: Eagle3Proposer(eagle(), embed),
         "eagle3-chain": lambda: Eagle3Proposer(eagle(), embed, depth=4, width=1),
         "eagle3-small-vocabulary": lambda: Eagle3Proposer(eagle(5), embed, depth=3, width=3, nodes=9),
     }[name]()
 
 
-NAMES = ["ngram", "ngram1", "lookahead", "lookahead-small", "draft", "medusa", "eagle3", "eagle3-chain",
+NAMES = ["ngram", "ngram1", "lookahead", "lookahead-small", "draft", "medusa", "medusa-fixed", "medusa-shared", "eagle3", "eagle3-chain",
          "eagle3-small-vocabulary"]
 PROMPT = [1, 4, 2, 7, 1, 4, 2, 9, 3]
 
@@ -269,7 +279,9 @@ def test_heads_survive_the_disk_and_damage_is_told(tmp_path: Path) -> None:
     save_eagle3(model, tmp_path)
     again, choices = load_medusa(tmp_path)
     hidden = torch.randn(3, HIDDEN)
-    assert torch.equal(again(hidden), heads(hidden)) and len(choices) == 24
+    assert torch.equal(again(hidden), heads(hidden)) and choices is None
+    save_medusa(heads, tmp_path, CHOICES)
+    assert load_medusa(tmp_path)[1] == CHOICES
     other = load_eagle3(tmp_path)
     assert other.config == model.config and all(torch.equal(v, other.tensors()[k]) for k, v in model.tensors().items())
     assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "midlayer.hidden_norm.weight", "d2t", "t2d"} <= set(model.tensors())
@@ -294,17 +306,70 @@ def test_an_untrained_medusa_block_is_the_identity() -> None:
     heads = medusa()
     with torch.no_grad():
         for head in heads.heads:
+            head[0].linear.weight.zero_()   # type: ignore[index,union-attr]
             head[0].linear.bias.zero_()     # type: ignore[index,union-attr]
     hidden = torch.randn(3, HIDDEN)
     assert torch.allclose(heads(hidden)[1], hidden @ heads.heads[1][1].weight.T, atol=1e-6)     # type: ignore[index,union-attr]
 
 
+def test_heads_that_share_the_target_s_projection_are_small_and_keep_medusa_s_names(tmp_path: Path) -> None:
+    heads = medusa(shared=True, drafted=7, layers=2)
+    save_medusa(heads, tmp_path)
+    again, _ = load_medusa(tmp_path)
+    assert {n for n in again.tensors() if n != "d2t"} == {f"{i}.{j}.linear.{part}" for i in range(4) for j in range(2)
+                                                           for part in ("weight", "bias")}
+    assert again.shared and again.vocab_size == VOCAB and torch.equal(again.ids, heads.ids)
+    whole = torch.randn(VOCAB, HIDDEN)
+    hidden = torch.randn(3, HIDDEN)
+    state = hidden
+    for block in again.heads[2]:    # type: ignore[union-attr]
+        state = state + torch.nn.functional.silu(state @ block.linear.weight.T + block.linear.bias)
+    torch.testing.assert_close(again.bind(whole)(hidden)[2], (state @ whole.T)[:, heads.ids])
+    with pytest.raises(KaruiError, match="goes with a shared projection"):
+        MedusaHeads(1, HIDDEN, VOCAB, ids=torch.arange(3))
+    damaged = {**heads.tensors(), "d2t": torch.full((7,), VOCAB)}
+    with pytest.raises(CorruptError, match="ascending ids below 12"):
+        MedusaHeads.from_tensors(damaged, VOCAB)
+    with pytest.raises(CorruptError, match="medusa heads"):
+        MedusaHeads.from_tensors(heads.tensors())     # nobody says how large the vocabulary is
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.floats(-6, 0), min_size=3, max_size=3), min_size=1, max_size=4), st.integers(1, 30))
+def test_the_likeliest_paths_by_brute_force(chances: list[list[float]], count: int) -> None:
+    chances = [sorted(row, reverse=True) for row in chances]
+    nodes, parents, scores = likeliest_paths(chances, count)
+    every = [path for depth in range(1, len(chances) + 1) for path in product(range(3), repeat=depth)]
+    wanted = sorted((sum(chances[d][r] for d, r in enumerate(path)) for path in every), reverse=True)[:count]
+    assert scores == pytest.approx(wanted, abs=1e-9) and len(nodes) == len(parents) == min(count, len(every))
+    paths: list[tuple[int, ...]] = []
+    for (depth, rank), parent in zip(nodes, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), rank))   # a parent comes first
+        assert len(paths[-1]) == depth + 1
+    assert len(set(paths)) == len(paths)
+
+
+def test_a_medusa_draft_is_the_likeliest_tree_and_gives_way_below_least() -> None:
+    heads, hidden = medusa(shared=True, drafted=7, layers=2), torch.randn(HIDDEN)
+    log_p = heads(hidden).log_softmax(-1)
+    for least, count in ((0.0, 9), (4.5, 0)):
+        proposer = MedusaProposer(heads, nodes=9, width=3, least=least)
+        proposer.observe(Observation(start=0, rows=[1], emitted=[2], hidden=hidden))
+        draft = proposer.propose(Context(tokens=[1, 2], limit=20))
+        assert len(draft) == count
+    proposer = MedusaProposer(heads, nodes=9, width=3)
+    proposer.observe(Observation(start=0, rows=[1], emitted=[2], hidden=hidden))
+    draft = proposer.propose(Context(tokens=[1, 2], limit=20, depth=2))
+    best = log_p.topk(3).indices
+    assert max(draft.tree().depths) == 2 and draft.tokens[0] == int(heads.ids[best[0, 0]])
+
+
 def test_a_small_medusa_tree_goes_deep_before_it_goes_wide() -> None:
-    assert likeliest(DEFAULT_CHOICES, 4) == ((0,), (0, 0), (1,), (0, 0, 0))
-    for count in range(1, len(DEFAULT_CHOICES) + 1):
-        parents, nodes = tree_of_choices(likeliest(DEFAULT_CHOICES, count))     # raises where a parent is missing
+    assert likeliest(CHOICES, 4) == ((0,), (0, 0), (1,), (0, 0, 0))
+    for count in range(1, len(CHOICES) + 1):
+        parents, nodes = tree_of_choices(likeliest(CHOICES, count))     # raises where a parent is missing
         assert len(parents) == len(nodes) == count
-    assert set(likeliest(DEFAULT_CHOICES, 99)) == set(DEFAULT_CHOICES)
+    assert set(likeliest(CHOICES, 99)) == set(CHOICES)
 
 
 def test_factory_makes_each_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
@@ -313,7 +378,16 @@ def test_factory_makes_each_and_refuses_what_does_not_fit(tmp_path: Path) -> Non
     assert isinstance(Speculator(SpeculationConfig.parse("ngram:3"), MODEL).new(), NgramProposer)
     assert isinstance(Speculator(SpeculationConfig.parse("lookahead"), MODEL).new(), LookaheadProposer)
     small = Speculator(SpeculationConfig.parse("medusa:4"), MODEL, heads=tmp_path).new()
-    assert isinstance(small, MedusaProposer) and len(small.nodes) == 4
+    assert isinstance(small, MedusaProposer) and small.limit == 4 and not small.fixed
+    save_medusa(medusa(), tmp_path, CHOICES)
+    fixed = Speculator(SpeculationConfig.parse("medusa:4"), MODEL, heads=tmp_path).new()
+    assert isinstance(fixed, MedusaProposer) and len(fixed.nodes) == 4
+    save_medusa(medusa(shared=True, drafted=6), tmp_path)
+    head = torch.randn(VOCAB, HIDDEN)
+    with pytest.raises(KaruiError, match="share the target's head"):
+        Speculator(SpeculationConfig.parse("medusa:4"), MODEL, heads=tmp_path)
+    sharing = Speculator(SpeculationConfig.parse("medusa:4"), MODEL, heads=tmp_path, head=lambda: head).new()
+    assert isinstance(sharing, MedusaProposer) and torch.equal(sharing.heads.rows(1), head[sharing.heads.ids])
     assert isinstance(Speculator(SpeculationConfig.parse("eagle3:2"), MODEL, heads=tmp_path, embed=embed).new(), Eagle3Proposer)
     drafter = MarkovDrafter(Markov(VOCAB))
     assert isinstance(Speculator(SpeculationConfig.parse("draft:x:2"), MODEL, drafter=drafter).new(), DraftModelProposer)

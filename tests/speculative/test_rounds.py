@@ -11,6 +11,7 @@ from karui.inference.speculate import Speculation
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config
 from karui.inference.speculative.factory import Speculator
+from karui.inference.speculative.medusa import MedusaHeads
 from karui.kernels import native
 from tests.speculative.conftest import tiny_config, tiny_engine, tiny_weights
 
@@ -21,6 +22,7 @@ CONFIGS = {
     "ngram": SpeculationConfig(method="ngram", k=5, n_min=1, adaptive=False),
     "ngram, long": SpeculationConfig(method="ngram", k=20, n_min=2, n_max=6, adaptive=False),
     "eagle3": SpeculationConfig(method="eagle3", k=3, width=4, nodes=9, least=0.0, adaptive=False),
+    "medusa": SpeculationConfig(method="medusa", k=6, width=3, adaptive=False),
     "eagle3 chain": SpeculationConfig(method="eagle3", k=4, width=1, nodes=4, least=0.0, adaptive=False),
 }
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [9], [10, 11, 12, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3]]
@@ -39,7 +41,11 @@ def engine(config=None, **options):
     if config is not None:
         torch.manual_seed(7)
         heads = Eagle3(Eagle3Config.of(tiny_config(VOCAB)), None).eval() if config.method == "eagle3" else None
-        speculator = Speculator(config, tiny_config(VOCAB), heads=heads, embedding=lambda: made.runner.embedding)
+        if config.method == "medusa":
+            heads = MedusaHeads(3, tiny_config(VOCAB).hidden_size, VOCAB, shared=True).eval()
+        speculator = Speculator(config, tiny_config(VOCAB), heads=heads, embedding=lambda: made.runner.embedding,
+                                head=lambda: tiny_weights(tiny_config(VOCAB))["model.embed_tokens.weight"],
+                                packed_head=lambda: made.runner.head)
         made.speculation = Speculation(config, speculator.new)
         timed = made.speculation.timed
         made.speculation.timed = lambda n, verdicts, seconds: made.rounds.extend(verdicts) or timed(n, verdicts, seconds)
@@ -77,7 +83,7 @@ def test_tokens_are_plain_ones_and_drafts_those_of_one_by_one(name, kv_dtype):
     assert rounds.stats.num_cached_prompt_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "medusa"])
 def test_a_call_gains_about_as_much_as_asked(name):
     made = engine(CONFIGS[name])
     said(made, prompts=PROMPTS[:1])
@@ -123,7 +129,7 @@ def test_a_narrow_step_bounds_the_drafts():
     assert narrow.gained
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "medusa"])
 def test_cancelling_between_two_calls(name):
     made, seen = engine(CONFIGS[name]), []
     request = Request(prompt=PROMPTS[0], params=GREEDY, on_delta=lambda d: seen.append(d) or len(seen) < 4)
@@ -133,7 +139,7 @@ def test_cancelling_between_two_calls(name):
     assert said(made) == said(engine())
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "medusa"])
 def test_beside_requests_that_are_sampled(name):
     """They go one by one together; when the sampled one is over, the others go on in rounds."""
     sampled = SamplingParams(max_tokens=12, temperature=0.8, seed=3)
@@ -144,7 +150,7 @@ def test_beside_requests_that_are_sampled(name):
     assert made.gained and len(made.rounds) > len(made.gained)
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "medusa"])
 def test_switched_off_it_decodes_plainly_and_drafts_again_later(name):
     config = SpeculationConfig(**{**vars(CONFIGS[name]), "adaptive": True})
     made = engine(config)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from karui.configs.errors import KaruiError
 from karui.inference.speculative.lookahead import window_parents
-from karui.inference.speculative.medusa import DEFAULT_CHOICES
 from karui.inference.speculative.tree import Tree, tree_of_choices
+from tests.speculative.conftest import CHOICES
 
 
 @given(st.integers(0, 20), st.integers(0, 2**31))
@@ -48,7 +48,7 @@ def test_choices_become_a_tree_and_bad_ones_are_refused() -> None:
     for bad in ([[]], [[0], [0]], [[0, 0]]):
         with pytest.raises(KaruiError, match="topology"):
             tree_of_choices(bad)
-    assert len(tree_of_choices(DEFAULT_CHOICES)[0]) == 24
+    assert len(tree_of_choices(CHOICES)[0]) == 24
 
 
 @pytest.mark.parametrize(("n", "w"), [(3, 2), (4, 3), (5, 7)])

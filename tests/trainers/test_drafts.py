@@ -10,7 +10,9 @@ from karui.trainers.objectives import drafts, make_objective
 from karui.trainers.run import prepare, run_recipe
 from tests.trainers.test_distil import gradient
 
-KINDS = {"eagle3": {"kind": "draft-eagle3", "vocabulary": 64, "intermediate": 32, "steps": 2}, "medusa": {"kind": "draft-medusa", "heads": 2}}
+KINDS = {"eagle3": {"kind": "draft-eagle3", "vocabulary": 64, "intermediate": 32, "steps": 2}, "medusa": {"kind": "draft-medusa", "heads": 2},
+         "medusa, own": {"kind": "draft-medusa", "heads": 2, "projection": "own", "num_layers": 2},
+         "medusa, few tokens": {"kind": "draft-medusa", "heads": 2, "vocabulary": 40}}
 
 
 def losses(recipe):
@@ -75,12 +77,16 @@ def test_an_adapter_is_merged_first(make_recipe):
 def test_states_of_the_engine_are_the_models(make_recipe):
     """On fp32 weights to the engine's cache format; on a grid those of the codes, which are not the original model's."""
     tokens, positions = torch.arange(3, 40), torch.arange(37)
-    made = {}
+    made, medusa = {}, {}
     for name, steps in (("plain", []), ("quantized", [{"method": "rtn", "spec": "w2g32"}])):
         for states in ("model", "engine"):
             draft = make_objective(prepare(make_recipe(prepare=steps, objective={**KINDS["eagle3"], "states": states, "chunk_tokens": 8})))
             with torch.no_grad():
                 made[name, states] = draft.record(tokens, positions)
+            section = {**KINDS["medusa"], "states": states, "chunk_tokens": 8}
+            with torch.no_grad():
+                (medusa[name, states],) = make_objective(prepare(make_recipe(prepare=steps, objective=section))).record(tokens, positions)
+    assert all(torch.equal(hidden, made[key][1]) for key, hidden in medusa.items())
     for name, tolerance in (("plain", 0.01), ("quantized", 0.05)):
         for ours, theirs in list(zip(made[name, "engine"], made[name, "model"]))[:2]:
             assert ours.shape == theirs.shape and (ours - theirs).norm() < tolerance * theirs.norm()
@@ -97,6 +103,24 @@ def test_both_starts_train_and_a_copying_one_is_calibrated(start, make_recipe):
     assert bool((made.draft.norm.weight == 1).all()) == (start == "random")
     run_recipe(recipe)
     assert losses(recipe)[-1] < losses(recipe)[0]
+
+
+def test_a_shared_projection_is_the_model_s_and_is_not_trained(make_recipe):
+    recipe = make_recipe(prepare=[], objective=KINDS["medusa, few tokens"], optim={"steps": 3})
+    made = make_objective(prepare(recipe))
+    head = made.model.get_output_embeddings().weight
+    assert torch.equal(made.draft.rows(1), head[made.draft.ids]) and len(made.draft.ids) == 40
+    assert {n for n, p in made.draft.named_parameters() if p.requires_grad} == {f"heads.{i}.0.linear.{part}" for i in range(2)
+                                                                              for part in ("weight", "bias")}
+    run_recipe(recipe)
+    saved = load_file(recipe.output / "final" / "medusa.safetensors")
+    assert set(saved) == {"d2t", *(f"{i}.0.linear.{part}" for i in range(2) for part in ("weight", "bias"))}
+    assert any("right_0" in row for row in read_log(recipe.output))
+
+
+def test_a_vocabulary_needs_the_shared_projection(make_recipe):
+    with pytest.raises(KaruiError, match="a vocabulary goes with projection: shared"):
+        make_recipe(prepare=[], objective={**KINDS["medusa, own"], "vocabulary": 40})
 
 
 def test_heads_that_cannot_share_are_named(make_recipe):

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from karui.distill.divergences import divergence
+from karui.distill.drafts.watched import Watched
 from karui.distill.objectives import Term, head_loss
 from karui.distill.objectives.labels import Labels
 from karui.distill.objectives.logits import Logits
@@ -86,7 +87,7 @@ def eagle3_loss(
         stream, past = layer(embeddings[roots + 1 + i], stream[roots - (spans[i - 1].start if i else 0)], roots + i, past, mask)
         at = usable[1 + i : n].nonzero().squeeze(-1) + 1 + i
         term: Term = Logits(DenseRows(hidden[at], head), divergence("forward_kl")) if soft else Labels(index[at])
-        watched = _Watched(term, index[at])
+        watched = Watched(term, index[at])
         drafted = layer.norm(stream[at - 1 - i - spans[-1].start])
         part = head_loss(drafted, layer.lm_head.weight, {"draft": (decay**i, watched)}, chunk)
         total = total + part.loss_sum
@@ -106,14 +107,3 @@ def acceptance_length(by_pass: Sequence[tuple[float, int, int]]) -> float:
         chance *= right / max(1, rows)
         length += chance
     return length
-
-
-class _Watched:
-    """A term, counting rows whose likeliest token is the wanted one."""
-
-    def __init__(self, term: Term, wanted: torch.Tensor) -> None:
-        self.term, self.wanted, self.right = term, wanted, 0
-
-    def __call__(self, start: int, stop: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.right += int((logits.argmax(-1) == self.wanted[start:stop]).sum())
-        return self.term(start, stop, logits)

@@ -153,6 +153,7 @@ class NativeRunner:
         if full:
             raise KaruiError("no memory for the buffers of layers that are read from a file.")
         self.embedding: Linear = embedding.linear
+        self.head: Linear = head.linear
         self._held = (linears, ends, norms, layers, file)  # what the C++ side points into
         self._weight_bytes = in_layers + fixed
         self.spilled_bytes = sum(size for _, size in places)

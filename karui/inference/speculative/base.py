@@ -47,6 +47,11 @@ class Draft:
     parents: list[int] | None = None
     q: np.ndarray | None = None
 
+    @staticmethod
+    def of(tokens: list[int], parents: list[int]) -> Draft:
+        """A deterministic draft; what is a chain is marked as one."""
+        return Draft(tokens=tokens, parents=None if parents == list(range(-1, len(parents) - 1)) else parents)
+
     def __len__(self) -> int:
         return len(self.tokens)
 

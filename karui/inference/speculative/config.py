@@ -22,9 +22,9 @@ class SpeculationConfig:
         n_min, n_max: shortest and longest match of prompt lookup.
         lookahead: (N, W, G): n-gram length, window columns, guesses verified per step.
         width, nodes: children looked at per node and kept nodes of eagle3's tree; width 1 drafts a chain. None: 2 and 3 with the
-            native runner, where every verified row costs, else 4 and 24.
-        least: a draft of eagle3 that promises fewer accepted tokens, by the layer's own likelihoods, gives way to a plain step.
-            None: 0.25 with the native runner, else 0.
+            native runner, where every verified row costs, else 4 and 24. medusa: width is the candidates of each head (None: 8).
+        least: a draft of eagle3 or medusa that promises fewer accepted tokens, by its own likelihoods, gives way to a plain step.
+            None: 0.25 for eagle3 with the native runner, else 0.
         adaptive: switch off while it does not pay, and where the runner decodes several rounds at once verify only as much of a
             draft as is worth it (timings decide; the tokens are the same either way).
         typical: accept by Medusa's typical acceptance. LOSSY: the output is no longer the target's.

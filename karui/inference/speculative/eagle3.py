@@ -250,7 +250,7 @@ class Eagle3Proposer:
         if sum(math.exp(scores[i]) for i in kept) < self.least:
             return NOTHING
         index = {-1: -1} | {node: i for i, node in enumerate(kept)}
-        return _draft([tokens[i] for i in kept], [index[parents[i]] for i in kept])
+        return Draft.of([tokens[i] for i in kept], [index[parents[i]] for i in kept])
 
     def _bounds(self, context: Context) -> tuple[int, int]:
         """Most nodes and depths; 0 while there is nothing to draft from."""
@@ -326,7 +326,7 @@ class NativeEagle3Proposer(Eagle3Proposer):
                                             self.values, self.settled, depth, self.width, limit, self.least)
         self.settled += len(self.tokens)
         self._drop_pending()
-        return _draft(tokens, above)
+        return Draft.of(tokens, above)
 
     def _lengthen(self, more: int) -> None:
         needed = self.settled + len(self.tokens) + more
@@ -367,10 +367,6 @@ def pack_layer(model: Eagle3, spec: QuantSpec | None = None) -> DraftLayer:
         spec = QuantSpec.parse("w4g64" if whole else "w8")
     return DraftLayer(model.tensors(), heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, eps=c.norm_eps,
                       theta=c.rope_theta, spec=spec)
-
-
-def _draft(tokens: list[int], above: list[int]) -> Draft:
-    return Draft(tokens=tokens, parents=None if above == list(range(-1, len(above) - 1)) else above)
 
 
 def _longer(x: torch.Tensor, rows: int) -> torch.Tensor:

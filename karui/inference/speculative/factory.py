@@ -19,13 +19,21 @@ from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.draft_model import Drafter, DraftModelProposer
 from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer, NativeEagle3Proposer, pack_layer
 from karui.inference.speculative.lookahead import LookaheadProposer
-from karui.inference.speculative.medusa import DEFAULT_CHOICES, MedusaHeads, MedusaProposer, likeliest
+from karui.inference.speculative.medusa import (
+    MedusaHeads,
+    MedusaProposer,
+    NativeMedusaProposer,
+    likeliest,
+    pack_heads,
+)
 from karui.inference.speculative.ngram import NgramProposer
 from karui.inference.speculative.target import TargetIdentity
 
 logger = logging.getLogger(__name__)
 MEDUSA_FILE, EAGLE3_FILE = "medusa.safetensors", "eagle3.safetensors"
 FILES = {"medusa": MEDUSA_FILE, "eagle3": EAGLE3_FILE}
+Choices = tuple[tuple[int, ...], ...]
+"""A fixed tree in Medusa's spelling, see `tree_of_choices`."""
 
 
 class Speculator:
@@ -36,19 +44,23 @@ class Speculator:
         model: the target's configuration.
         heads: folder that holds `medusa.safetensors` or `eagle3.safetensors` (the bundle), or the loaded module.
         embed: the target's embedding lookup, ids [n] -> [n, H] (eagle3).
-        embedding: the target's embedding as the native kernels have packed it, as it is now (eagle3): drafts are then made there.
+        head: the target's head [V, H] (medusa heads that share it).
+        embedding, packed_head: the target's embedding and head as the native kernels have packed them, as they are now (eagle3;
+            medusa): drafts are then made there.
         drafter: the draft model, already opened (draft).
     Raises:
         KaruiError: a method's ingredient is missing or does not fit the target.
     """
 
     def __init__(self, config: SpeculationConfig, model: ModelConfig, *, heads: Path | MedusaHeads | Eagle3 | None = None,
-                 embed: Callable[[torch.Tensor], torch.Tensor] | None = None, embedding: Callable[[], Any] | None = None,
+                 embed: Callable[[torch.Tensor], torch.Tensor] | None = None, head: Callable[[], torch.Tensor] | None = None,
+                 embedding: Callable[[], Any] | None = None, packed_head: Callable[[], Any] | None = None,
                  drafter: Drafter | None = None) -> None:
         self.config, self.model, self.embed, self.embedding, self.drafter = config, model, embed, embedding, drafter
+        self.packed_head = packed_head
         self.medusa: MedusaHeads | None = None
         self.eagle3: Eagle3 | None = None
-        self.choices: tuple[tuple[int, ...], ...] = DEFAULT_CHOICES
+        self.choices: Choices | None = None
         if config.method == "medusa":
             if isinstance(heads, MedusaHeads):
                 self.medusa = heads
@@ -58,6 +70,12 @@ class Speculator:
             if given != (model.hidden_size, model.vocab_size):
                 raise KaruiError(f"medusa heads have (hidden, vocabulary) sizes {given}, "
                                  f"the model {model.hidden_size, model.vocab_size}.")
+            if self.medusa.shared and self.medusa.projection is None:
+                if head is None:
+                    raise KaruiError("medusa: these heads share the target's head, which was not given.")
+                self.medusa.bind(head())
+            if packed_head is not None and self.choices is None:
+                self.packed_heads = pack_heads(self.medusa)
         elif config.method == "eagle3":
             self.eagle3 = heads if isinstance(heads, Eagle3) else load_eagle3(_folder(heads, "eagle3"))
             c = self.eagle3.config
@@ -84,8 +102,13 @@ class Speculator:
             return DraftModelProposer(self.drafter, c.k, self.model.vocab_size)
         if c.method == "medusa":
             assert self.medusa is not None
-            heads = len(self.medusa.heads)
-            return MedusaProposer(self.medusa, likeliest([choice for choice in self.choices if len(choice) <= heads], c.k))
+            if self.choices is not None:
+                fixed = [choice for choice in self.choices if len(choice) <= len(self.medusa.heads)]
+                return MedusaProposer(self.medusa, likeliest(fixed, c.k))
+            shape: dict[str, Any] = {"nodes": c.k, "width": c.width or min(c.k, 8), "least": c.least or 0.0}
+            if self.packed_head is not None:
+                return NativeMedusaProposer(self.medusa, self.packed_heads, self.packed_head, **shape)
+            return MedusaProposer(self.medusa, **shape)
         if c.method == "eagle3":
             assert self.eagle3 is not None
             if self.embedding is not None:
@@ -102,20 +125,23 @@ def _folder(heads: object, method: str) -> Path:
     return heads
 
 
-def save_medusa(heads: MedusaHeads, folder: Path, choices: tuple[tuple[int, ...], ...] = DEFAULT_CHOICES,
-                target: TargetIdentity | None = None) -> None:
-    """Write `medusa.safetensors`, topology and `target` (the model the heads are for) in its metadata; atomically."""
-    _save(folder / MEDUSA_FILE, heads.tensors(), {"choices": json.dumps(choices)}, target)
+def save_medusa(heads: MedusaHeads, folder: Path, choices: Choices | None = None, target: TargetIdentity | None = None) -> None:
+    """Write `medusa.safetensors`; in its metadata the target's vocabulary, `choices` (a fixed tree; None: the heads'
+    probabilities choose) and `target` (the model the heads are for); atomically."""
+    metadata = {"vocab_size": str(heads.vocab_size)} | ({} if choices is None else {"choices": json.dumps(choices)})
+    _save(folder / MEDUSA_FILE, heads.tensors(), metadata, target)
 
 
-def load_medusa(folder: Path) -> tuple[MedusaHeads, tuple[tuple[int, ...], ...]]:
+def load_medusa(folder: Path) -> tuple[MedusaHeads, Choices | None]:
     """Heads and topology. Raises `KaruiError` without the file, `CorruptError` when it is damaged."""
     tensors, metadata = _load(folder / MEDUSA_FILE, "medusa")
     try:
-        choices = tuple(tuple(int(r) for r in c) for c in json.loads(metadata.get("choices", "null")) or DEFAULT_CHOICES)
+        listed = json.loads(metadata.get("choices", "null"))
+        choices = None if not listed else tuple(tuple(int(r) for r in c) for c in listed)
+        vocab = int(metadata["vocab_size"]) if "vocab_size" in metadata else None
     except (TypeError, ValueError) as error:
-        raise CorruptError(f"{folder / MEDUSA_FILE}: its tree topology cannot be read: {error}") from error
-    return MedusaHeads.from_tensors(tensors), choices
+        raise CorruptError(f"{folder / MEDUSA_FILE}: its metadata (tree topology, vocabulary) cannot be read: {error}") from error
+    return MedusaHeads.from_tensors(tensors, vocab), choices
 
 
 def save_eagle3(model: Eagle3, folder: Path, target: TargetIdentity | None = None) -> None:

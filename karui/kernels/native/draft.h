@@ -63,6 +63,27 @@ static int worth(const std::vector<float>& chances, const RowCosts& costs, int s
     return count;
 }
 
+// The `width` largest of n logits, the lower index first among equals; returns the logarithm of the sum of all exponentials. x goes on up to a
+// multiple of W with -INFINITY.
+static float largest_of(const float* x, int n, int width, int32_t* ids, float* values) {
+    int held = 0;
+    for (int block = 0; block < n; block += W) {
+        if (held == width && !(hmax(load(x + block)) > values[width - 1])) continue;
+        for (int i = block; i < std::min(block + W, n); i++) {
+            const float value = x[i];
+            if (held == width && !(value > values[width - 1])) continue;
+            int j = held < width ? held++ : width - 1;
+            for (; j > 0 && values[j - 1] < value; j--) { values[j] = values[j - 1]; ids[j] = ids[j - 1]; }
+            values[j] = value;
+            ids[j] = i;
+        }
+    }
+    const V largest = set1(values[0]);
+    V sum = set1(0.0f);
+    for (int i = 0; i < n; i += W) sum = add(sum, vexp(sub(load(x + i), largest)));
+    return values[0] + logf(hsum(sum));
+}
+
 // One query head over `count` rows of keys and values; head_dim up to 512.
 static void attend(const float* query, const float* keys, const float* values, int count, int stride, int dim, float* scores, float* out) {
     float largest = -INFINITY, sum = 0;
@@ -191,20 +212,8 @@ private:
         team_->barrier(t);
         if (t) return;
         std::fill(logits_.begin() + n, logits_.end(), -INFINITY);
-        int held = 0;
-        for (int i = 0; i < n; i++) {
-            const float value = logits_[i];
-            if (held == width && !(value > log_probs_[width - 1])) continue;
-            int j = held < width ? held++ : width - 1;
-            for (; j > 0 && log_probs_[j - 1] < value; j--) { log_probs_[j] = log_probs_[j - 1]; ids_[j] = ids_[j - 1]; }
-            log_probs_[j] = value;
-            ids_[j] = i;
-        }
-        const V largest = set1(log_probs_[0]);
-        V sum = set1(0.0f);
-        for (int i = 0; i < (int)logits_.size(); i += W) sum = add(sum, vexp(sub(load(&logits_[i]), largest)));
         const int parent = depth ? (depth - 1) * width : -1;
-        const float before = (depth ? found_[parent].score : 0.0f) - (log_probs_[0] + logf(hsum(sum)));
+        const float before = (depth ? found_[parent].score : 0.0f) - largest_of(logits_.data(), n, width, ids_.data(), log_probs_.data());
         for (int j = 0; j < width; j++) found_.push_back({(int32_t)m.ids[ids_[j]], parent, before + log_probs_[j]});
         const Node& chain = found_[depth * width];
         next_ = chain.token;

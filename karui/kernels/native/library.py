@@ -18,7 +18,7 @@ from karui.kernels.native.build import build, chosen_isa
 log = logging.getLogger(__name__)
 
 QUANTIZED, NF4, FP32, FP16, BF16 = range(5)
-PLAIN, LOOKUP, EAGLE3 = range(3)
+PLAIN, LOOKUP, EAGLE3, MEDUSA = range(4)
 """Who drafts in rounds.h."""
 CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2, "kivi4": 3, "kivi2": 4}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -79,6 +79,13 @@ class Draft(C.Structure):
         (n, C.c_void_p) for n in ("tokens", "positions", "aux", "keys", "values", "out_tokens", "out_parents", "out_log_probs")]
 
 
+class Medusa(C.Structure):
+    """`Medusa` of medusa.h."""
+
+    _fields_ = [(n, C.c_int32) for n in ("hidden", "heads", "layers", "vocab", "projections", "padding")] + [
+        (n, C.c_void_p) for n in ("blocks", "projection", "ids")]
+
+
 class Stream(C.Structure):
     """`Stream` of rounds.h: one sequence."""
 
@@ -91,8 +98,8 @@ class Rounds(C.Structure):
 
     _fields_ = [(n, C.c_int32) for n in ("sequences", "table_width", "block_size", "aux_n", "method", "most", "gain", "adapt",
                                          "nodes", "depth", "width", "n_min", "n_max")] + [("least", C.c_float)] + [
-        (n, C.c_void_p) for n in ("block_tables", "adapters", "aux_layers", "drafter", "odds", "streams", "depths", "accepted",
-                                  "seconds")]
+        (n, C.c_void_p) for n in ("block_tables", "adapters", "aux_layers", "drafter", "medusa", "odds", "streams", "depths",
+                                  "accepted", "seconds")]
 
 
 class Library:
@@ -105,7 +112,7 @@ class Library:
         for name, result, arguments in (
             ("karui_sizes", i, [i]), ("karui_pack", None, [p, i, i, i, i, p]), ("karui_model", p, [p]), ("karui_free", None, [p]),
             ("karui_configure", i, [p, p]), ("karui_allocate", i, [p, C.c_int64, i, i, i]), ("karui_forward", i, [p, p]),
-            ("karui_rounds", i, [p, p]), ("karui_draft", i, [p, p, p]),
+            ("karui_rounds", i, [p, p]), ("karui_draft", i, [p, p, p]), ("karui_medusa", i, [p, p, p]),
             ("karui_copy_slots", i, [p, p, p, i]), ("karui_settle", None, [p, p, i]), ("karui_move_units", None, [p, p, i, p, i]),
             ("karui_move_slots", None, [p, p, i, p, p, i]), ("karui_set_loras", None, [p, p, i]),
             ("karui_linear", None, [p, p, i, p]),
@@ -115,7 +122,7 @@ class Library:
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("karui_"), function)
-        for which, structure in enumerate((Linear, Layer, Config, Batch, Lora, Drafter, Draft, Stream, Rounds)):
+        for which, structure in enumerate((Linear, Layer, Config, Batch, Lora, Drafter, Draft, Stream, Rounds, Medusa)):
             assert self.sizes(which) == C.sizeof(structure), f"{structure.__name__} differs between C++ and Python"
 
     def __getattr__(self, name: str) -> Any:  # only for type checkers: functions are set in __init__

@@ -11,7 +11,7 @@
 #include <algorithm>
 
 #include "attention.h"
-#include "draft.h"
+#include "medusa.h"
 #include "kivi.h"
 #include "sampling.h"
 #include "spill.h"
@@ -157,9 +157,10 @@ struct Model {
     struct Best { float value, spoilt; int32_t token; };
     std::vector<Best> best;  // [threads, L]: of the columns that a thread computed; spoilt: NaN where a value is no number, or infinite
     bool want_best = false;
-    Buffer<float> logits, aux;  // of rounds.h
+    Buffer<float> logits, hidden, aux;  // of rounds.h
     RowCosts costs;
     Drafting drafting;
+    MedusaDrafting medusa;
     Spill spill;
     bool ready = false;
 
@@ -894,8 +895,8 @@ extern "C" {
 
 int karui_sizes(int which) {  // so that the wrapper can check that it mirrors the structures
     const int sizes[] = {(int)sizeof(Linear), (int)sizeof(Layer), (int)sizeof(Config), (int)sizeof(Batch), (int)sizeof(Lora), (int)sizeof(Drafter),
-                         (int)sizeof(Draft), (int)sizeof(Stream), (int)sizeof(Rounds)};
-    return which < 9 ? sizes[which] : -1;
+                         (int)sizeof(Draft), (int)sizeof(Stream), (int)sizeof(Rounds), (int)sizeof(Medusa)};
+    return which < 10 ? sizes[which] : -1;
 }
 
 void karui_pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uint8_t* out) { pack(codes, n, k, k_padded, bits, out); }
@@ -941,6 +942,13 @@ int karui_draft(const Drafter* drafter, const Linear* embedding, const Draft* dr
     static thread_local Team alone(1);
     static thread_local Drafting drafting;
     return drafting.run(alone, *drafter, *embedding, *draft, nullptr, 1);
+}
+
+// The same with Medusa's heads; head: the target's.
+int karui_medusa(const Medusa* medusa, const Linear* head, const Draft* draft) {
+    static thread_local Team alone(1);
+    static thread_local MedusaDrafting drafting;
+    return drafting.run(alone, *medusa, *head, *draft, nullptr, 1);
 }
 
 int karui_threads(void* model) { return ((Model*)model)->team.active(); }  // of the next step, see threads.h

@@ -1,9 +1,9 @@
 // Greedy decoding of several sequences for several rounds without coming back: draft, verify all drafts in one step, keep what the model
 // would have said. What comes out is what plain greedy decoding says, token for token; a round without drafts is a plain step.
 #pragma once
-#include "draft.h"
+#include "medusa.h"
 
-enum Method : int32_t { PLAIN = 0, LOOKUP = 1, EAGLE3 = 2 };
+enum Method : int32_t { PLAIN = 0, LOOKUP = 1, EAGLE3 = 2, MEDUSA = 3 };
 
 struct Stream {  // one sequence; mirrored in library.py, as is Rounds
     int32_t length;               // its tokens; the keys of all but the last are in the cache
@@ -12,7 +12,9 @@ struct Stream {  // one sequence; mirrored in library.py, as is Rounds
     int32_t ends_n, pending, settled, padding;
     const int32_t* ends;          // tokens that end it
     int32_t* tokens;              // with room for what it gains
-    float *aux, *keys, *values;   // EAGLE3: `pending` rows that the drafting layer has not seen, and that layer's keys of `settled` rows
+    // EAGLE3: `pending` rows that the drafting layer has not seen, and that layer's keys of `settled` rows. MEDUSA: aux is the hidden state that
+    // gave the last token, pending 1, or 0 where it is not known.
+    float *aux, *keys, *values;
     int32_t *after, *positions;   // of the pending rows: the token behind each, and where it stands
 };
 struct Rounds {
@@ -23,6 +25,7 @@ struct Rounds {
     float least;
     const int32_t *block_tables, *adapters, *aux_layers;  // as in Batch
     const Drafter* drafter;
+    const Medusa* medusa;
     float* odds;                  // LOOKUP: [2, ODDS] accepted and all drafted tokens, by the length of the match that they continue
     Stream* streams;              // [sequences]
     int32_t *depths, *accepted;   // [most, sequences] of each round's drafts, depth 0 for none
@@ -81,6 +84,12 @@ private:
                                  d.tokens.data(), d.parents.data(), d.log_probs.data()};
             d.count = m_.drafting.run(m_.team, *r_.drafter, *m_.c.embedding, draft, r_.adapt ? &m_.costs : nullptr, r_.sequences);
             x.settled += x.pending;
+            x.pending = 0;
+        } else if (r_.method == MEDUSA && x.pending) {
+            d.log_probs.resize(nodes);
+            const Draft draft = {1, 0, depth, r_.width, nodes, r_.least, nullptr, nullptr, x.aux, nullptr, nullptr,
+                                 d.tokens.data(), d.parents.data(), d.log_probs.data()};
+            d.count = m_.medusa.run(m_.team, *r_.medusa, *m_.c.head, draft, r_.adapt ? &m_.costs : nullptr, r_.sequences);
             x.pending = 0;
         }
         bool chain = true;
@@ -148,7 +157,8 @@ private:
         best_.resize(total);
         const Batch b = {total, r_.sequences, r_.table_width, total, r_.aux_n, r_.block_size, tokens_.data(), positions_.data(), slots_.data(),
                          starts_.data(), lens_.data(), r_.block_tables, rows_.data(), trees ? masks_.data() : nullptr, r_.adapters,
-                         r_.aux_layers, nullptr, nullptr, m_.logits.need((size_t)total * m_.c.vocab), nullptr,
+                         r_.aux_layers, nullptr, nullptr, m_.logits.need((size_t)total * m_.c.vocab),
+                         r_.method == MEDUSA ? m_.hidden.need((size_t)total * m_.c.hidden) : nullptr,
                          m_.aux.need((size_t)total * r_.aux_n * m_.c.hidden)};
         return step(m_, b, best_.data());
     }
@@ -175,6 +185,10 @@ private:
             }
             x.tokens[x.known++] = token;
             over |= std::count(x.ends, x.ends + x.ends_n, token) > 0;
+        }
+        if (r_.method == MEDUSA) {
+            std::copy_n(m_.hidden.data + (int64_t)(first + taken.back()) * m_.c.hidden, m_.c.hidden, x.aux);
+            x.pending = 1;
         }
         x.length += count;
         x.left -= count;

@@ -207,24 +207,39 @@ class Eagle3Draft(Draft):
 
 
 class MedusaDraft(Draft):
-    """See `karui.distill.drafts.medusa`. The vocabulary projections start as the model's head."""
+    """See `karui.distill.drafts.medusa`. A vocabulary projection of a head's own starts as the model's head.
 
-    def __init__(self, model: nn.Module, section: MedusaObjective, tokenizer: Any) -> None:
+    Args:
+        codes: the model's weights that are on a grid, by name (for `states: engine`).
+    """
+
+    def __init__(
+        self, model: nn.Module, section: MedusaObjective, samples: SampleSet, codes: Mapping[str, Any], tokenizer: Any
+    ) -> None:
         from karui.inference.speculative.medusa import MedusaHeads
 
         super().__init__(model, section.chunk_tokens, section.keep_states, tokenizer)
         self.section = section
         head = base_model(model).get_output_embeddings().weight.detach().float()  # type: ignore[operator]
-        self.draft = MedusaHeads(section.heads, head.shape[1], head.shape[0])
+        ids = None if section.vocabulary is None else frequent_tokens(samples, section.vocabulary, head.shape[0])
+        shared = section.projection == "shared"
+        self.draft = MedusaHeads(section.heads, head.shape[1], head.shape[0], section.num_layers, shared=shared, ids=ids)
+        if shared:
+            self.draft.bind(head)
         with torch.no_grad():
-            for part in self.draft.heads:
-                part[1].weight.copy_(head)
+            for part in [] if shared else self.draft.heads:
+                part[-1].weight.copy_(head)
+        self.engine = EngineStates(model, codes, self.chunk) if section.states == "engine" else None
 
     def metrics(self) -> dict[str, float]:
-        return {f"loss_head_{i}": loss / max(1, rows) for i, (loss, rows) in enumerate(self.figures)}
+        """By head: the last micro-batches' mean loss, and the share of supervised rows whose likeliest token is right."""
+        out = {f"loss_head_{i}": loss / max(1, rows) for i, (loss, rows, _, _) in enumerate(self.figures)}
+        return {**out, **{f"right_{i}": right / max(1, every) for i, (_, _, right, every) in enumerate(self.figures)}}
 
     def record(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(last hidden state [n, H],)."""
+        if self.engine is not None:
+            return self.engine(tokens, ())[1:2]
         return (self.hidden(tokens, positions, torch.tensor([0, len(tokens)], dtype=torch.int32)).float(),)
 
     def forward(
@@ -233,10 +248,10 @@ class MedusaDraft(Draft):
         total = torch.zeros((), device=tokens.device)
         for at, (hidden,) in self.recorded(tokens, positions, cu_seqlens, targets):
             part, figures = medusa_loss(self.draft, hidden=hidden.float(), targets=targets[at], supervised=targets[at] != IGNORE,
-                                        decay=self.section.decay, chunk=self.chunk)
+                                        decay=self.section.decay, ids=self.draft.ids, chunk=self.chunk)
             total = total + part
-            for i, pair in enumerate(figures):
-                self.note(i, *pair)
+            for i, values in enumerate(figures):
+                self.note(i, *values)
         return _reaching(total, self.draft)
 
     def save(self, folder: Path) -> None:
@@ -323,8 +338,9 @@ def _exported_from(opened: Opened, source: Path, made_for: TargetIdentity | None
 def make(setup: Setup) -> Draft:
     """The draft objective of a prepared run."""
     section = setup.recipe.objective
+    assert isinstance(section, Eagle3Objective | MedusaObjective)
+    grids = [stage for stage in setup.stages if stage.is_on_grid and section.states == "engine"]
+    codes = {name: q for stage in grids for name, q in stage.convert(setup.model).items()}
     if isinstance(section, Eagle3Objective):
-        codes = {name: q for stage in setup.stages if stage.is_on_grid for name, q in stage.convert(setup.model).items()}
         return Eagle3Draft(setup.model, section, setup.samples, codes, setup.tokenizer)
-    assert isinstance(section, MedusaObjective)
-    return MedusaDraft(setup.model, section, setup.tokenizer)
+    return MedusaDraft(setup.model, section, setup.samples, codes, setup.tokenizer)

@@ -43,7 +43,10 @@ class EngineStates:
         self.chunk, self._blocks = chunk, 0
 
     def __call__(self, tokens: torch.Tensor, aux_layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """tokens [n] -> (streams entering `aux_layers` [n, layers * H], last hidden states [n, H], likeliest next tokens [n])."""
+        """tokens [n] -> (streams entering `aux_layers` [n, layers * H], last hidden states [n, H], likeliest next tokens [n]).
+
+        Without `aux_layers` the streams are [n, 0].
+        """
         from karui.inference.batch import StepBatch
 
         n = len(tokens)
@@ -58,6 +61,7 @@ class EngineStates:
                      "context_lens": torch.tensor([start + len(at)]), "block_tables": table, "logit_rows": torch.arange(len(at))}
             step: Any = {name: values.to(torch.int32) for name, values in index.items()}
             out = self.runner.forward(StepBatch(**step, want_hidden=True, aux_layers=aux_layers))
-            found.append((out.aux, out.hidden, out.logits.argmax(-1)))
+            aux = out.hidden[:, :0] if out.aux is None else out.aux
+            found.append((aux, out.hidden, out.logits.argmax(-1)))
         aux, hidden, best = (torch.cat(parts).to(tokens.device) for parts in zip(*found))
         return aux, hidden, best
