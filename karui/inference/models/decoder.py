@@ -1,4 +1,4 @@
-"""The reference runner: all of `config.SUPPORTED` as one decoder over a dictionary of weights, in plain torch.
+"""The reference runner: all of `families.FAMILIES` as one decoder over a dictionary of weights, in plain torch.
 
 Legend for shapes: T tokens in the step, H hidden.
 
@@ -258,7 +258,7 @@ class TorchRunner:
         c, p = self.config, f"model.layers.{layer}.self_attn."
         if c.latent is not None:
             return latent.mix(self, layer, h, step)
-        if c.fused:
+        if c.fused_qkv:
             kv = c.num_kv_heads * c.head_dim
             q, k, v = self._linear(h, p + "qkv_proj", step.adapters).split([c.num_heads * c.head_dim, kv, kv], -1)
         else:
@@ -319,7 +319,7 @@ class TorchRunner:
         if module.endswith(MLP[True]):
             gate, up = self._linear(h, f"{module}.input_linear", adapters).chunk(2, -1)
             return self._linear(F.silu(gate) * up, f"{module}.output_linear", adapters)
-        if self.config.fused:
+        if self.config.fused_mlp:
             gate, up = self._linear(h, f"{module}.gate_up_proj", adapters).chunk(2, -1)
         else:
             gate, up = (self._linear(h, f"{module}.{name}_proj", adapters) for name in ("gate", "up"))
@@ -359,7 +359,7 @@ class TorchRunner:
         if m.biased:
             logits = logits + self._weight(f"{router}.bias", self._wide)
         score = logits.sigmoid() if m.sigmoid else logits.softmax(-1)
-        rank = score + self._weight(f"{router}.{CORRECTION}", self._wide) if m.sigmoid and m.corrected else score
+        rank = score + self._weight(f"{router}.{CORRECTION}", self._wide) if m.corrected else score
         if m.groups > 1:
             best = rank.unflatten(-1, (m.groups, -1)).topk(m.group_best, -1).values.sum(-1).topk(m.groups_kept, -1).indices
             kept = torch.zeros(len(h), m.groups, dtype=torch.bool, device=h.device).scatter_(-1, best, True)

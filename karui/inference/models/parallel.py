@@ -85,8 +85,8 @@ class TensorParallelRunner(_Ranks):
 
     def _own_config(self) -> ModelConfig:
         c, n = self.whole, self.world
-        whole = {"mixtures of experts": c.mixture, "latent attention": c.latent, "fused projections": c.fused, "sinks": c.sinks,
-                 "norms over all heads": c.sub_norms or c.row_norm}
+        whole = {"mixtures of experts": c.mixture, "latent attention": c.latent, "sinks": c.sinks,
+                 "fused projections": c.fused_qkv or c.fused_mlp, "norms over all heads": c.sub_norms or c.row_norm}
         if names := " and no ".join(name for name, there in whole.items() if there):
             raise UnsupportedError(f"tensor parallelism serves no {names}; use pipeline.")
         sizes = {"attention heads": c.num_heads, "key heads": c.num_kv_heads, "intermediate size": c.intermediate_size}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Set
 import torch
 
 from karui.configs.errors import CorruptError
-from karui.inference.models.config import DELTA, Latent, ModelConfig
+from karui.inference.models.config import Latent, ModelConfig
 from karui.kernels.qtensor import QTensor
 
 Weights = Mapping[str, QTensor | torch.Tensor]
@@ -52,7 +52,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{layer}{name}.bias"] = (out,)
         for name in filter(None, config.norms):
             shapes[f"{layer}{name}.weight"] = (h,)
-        if config.mixture is not None and config.mixture.sigmoid and config.mixture.corrected and config.mixture.layers[i]:
+        if config.mixture is not None and config.mixture.corrected and config.mixture.layers[i]:
             shapes[f"{layer}mlp.gate.{CORRECTION}"] = (config.mixture.experts,)
         if config.recurrent is not None and recurrent:
             shapes |= {f"{layer}{config.recurrent.module}.{name}": shape for name, shape in config.recurrent.shapes(h).items()}
@@ -67,8 +67,6 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}mlp.ffn_sub_norm.weight"] = (f,)
         if config.latent is not None:
             shapes |= {f"{layer}self_attn.{name}": (n,) for name, n in _latent_norms(config.latent, i).items()}
-        if config.mixture is not None and config.mixture.sigmoid and config.mixture.corrected and config.mixture.layers[i]:
-            shapes[f"{layer}mlp.gate.{CORRECTION}"] = (config.mixture.experts,)
     return shapes
 
 
@@ -77,7 +75,7 @@ def _attention(config: ModelConfig, layer: int) -> list[tuple[str, int, int, boo
     h, a, m = config.hidden_size, config.num_heads, config.latent
     if m is None:
         q, kv = a * config.head_dim, config.num_kv_heads * config.head_dim
-        if config.fused:
+        if config.fused_qkv:
             return [("self_attn.qkv_proj", q + 2 * kv, h, False), ("self_attn.o_proj", h, q, False)]
         return [("self_attn.q_proj", q * (1 + config.attention_gate), h, config.qkv_bias),
                 ("self_attn.k_proj", kv, h, config.qkv_bias), ("self_attn.v_proj", kv, h, config.qkv_bias),
@@ -115,7 +113,7 @@ def _feed_forward(config: ModelConfig, layer: int) -> list[tuple[str, int, int, 
                                         *(part for e in range(m.experts) for part in gated(f"mlp.experts.{e}", m.width))]
     if m is None or not m.layers[layer]:
         f = config.intermediate_size
-        return [("mlp.gate_up_proj", 2 * f, h, False), ("mlp.down_proj", h, f, False)] if config.fused else gated(
+        return [("mlp.gate_up_proj", 2 * f, h, False), ("mlp.down_proj", h, f, False)] if config.fused_mlp else gated(
             "mlp", f, config.mlp_bias)
     found = [(f"mlp.{m.router}", m.experts, h, m.biased),
              *(part for e in range(m.experts) for part in gated(f"mlp.experts.{e}", m.width, m.biased))]
@@ -166,7 +164,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | 
     """
     shapes = expected_shapes(config)
     beyond = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
-    beyond += ("mtp.",) if config.model_type in DELTA else ()
+    beyond += config.passed_over
     given = {name: w for name, w in canonical(weights).items() if not _DERIVED.fullmatch(name) and not name.startswith(beyond)}
     if config.tied and "lm_head.weight" in given:
         _check_tied(given.pop("lm_head.weight"), given.get("model.embed_tokens.weight"))

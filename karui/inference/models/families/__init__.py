@@ -1,0 +1,27 @@
+"""Families of models: a file per maker, in it a function per model type that says what is its own in a `ModelConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from karui.inference.models.families.bitnet import bitnet
+from karui.inference.models.families.common import Config, Fields, common
+from karui.inference.models.families.deepseek import deepseek_v2, deepseek_v3, deepseek_v32
+from karui.inference.models.families.gemma import gemma, gemma2, gemma3_text
+from karui.inference.models.families.glm import glm_moe_dsa
+from karui.inference.models.families.gpt_oss import gpt_oss
+from karui.inference.models.families.granite import bamba, granitemoehybrid
+from karui.inference.models.families.lfm2 import lfm2, lfm2_moe
+from karui.inference.models.families.llama import llama
+from karui.inference.models.families.mistral import ministral, mistral, mixtral
+from karui.inference.models.families.olmo import olmo2, olmo3
+from karui.inference.models.families.phi import phi3
+from karui.inference.models.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next
+
+FAMILIES: dict[str, Callable[[Config], Fields]] = {family.__name__: family for family in (
+    llama, mistral, ministral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, bitnet,
+    phi3, gemma, gemma2, gemma3_text, olmo2, olmo3, gpt_oss, deepseek_v2, deepseek_v3, deepseek_v32, glm_moe_dsa, lfm2, lfm2_moe,
+    granitemoehybrid, bamba)}
+"""Model type -> what makes its own fields. To add one: its function, its name here, its tensors' names in `models/weights.py`."""
+
+__all__ = ["FAMILIES", "common"]
