@@ -105,12 +105,11 @@ def memory_bytes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has held since it began."""
+    """The most memory this process has held since it began, or the accelerator's where there is one."""
     import torch
 
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
-    import resource
+    from karui.inference.evaluate.memory import high_water
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return high_water()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -215,3 +216,13 @@ def test_the_report_shows_what_was_measured() -> None:
                                         "held-out loss: mean over 10 supervised tokens of 2 samples, 1 left out",
                                         "speed: one stream, greedy, 64 new tokens, best of the repeats"]
     assert json.loads(json.dumps(base.to_dict()))["speed"]["decode_per_s"] == {"8": 20.0, "512": 15.0}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc")
+def test_a_peak_is_the_process_s_own_not_that_of_who_launched_it():
+    """getrusage hands a parent's peak down."""
+    held = bytearray(400_000_000)
+    held[::4096] = b"1" * len(held[::4096])
+    code = "from karui.inference.evaluate.memory import high_water; print(high_water())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(said) < 300_000_000 < len(held)

@@ -33,7 +33,7 @@ def peak_memory() -> Iterator[Peak]:
     try:
         yield peak
     finally:
-        peak.host_bytes = _high_water()
+        peak.host_bytes = high_water()
         if gpu:
             assert torch is not None
             peak.gpu_bytes = int(torch.cuda.max_memory_allocated())
@@ -48,7 +48,9 @@ def _reset() -> bool:
     return True
 
 
-def _high_water() -> int:
+def high_water() -> int:
+    """The most bytes this process has held. Not getrusage's figure where there is another: on Linux that starts at the peak of the
+    process that launched this one."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
