@@ -49,8 +49,8 @@ def _reset() -> bool:
 
 
 def high_water() -> int:
-    """The most bytes this process has held. Not getrusage's figure where there is another: on Linux that starts at the peak of the
-    process that launched this one."""
+    """The most bytes this process has held. Not getrusage's figure where there is another: on Linux that starts at the peak of
+    the process that launched this one."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
