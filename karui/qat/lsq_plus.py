@@ -128,9 +128,8 @@ class _Affine(torch.autograd.Function):
 
 
 class LSQPlusActivations(FirstBatchRange):
-    """Learned `step` and `beta`, one of each for the whole tensor, from the first batch's smallest and largest value."""
-
-    step: nn.Parameter
+    """Learned `step` and `beta`, one of each for the whole tensor, from the first batch's smallest and largest value: s is
+    step * width / (2^b - 1), the offset beta * width."""
 
     def __init__(self, bits: int = 8) -> None:
         super().__init__()
@@ -139,9 +138,10 @@ class LSQPlusActivations(FirstBatchRange):
 
     def start(self, x: torch.Tensor) -> None:
         low, high = x.min().float(), x.max().float()
-        self.step.copy_((high - low).clamp_min(1e-8) / self.high)
-        self.beta.copy_(low)
+        self.width.copy_((high - low).clamp_min(1e-6))
+        self.beta.copy_(low / self.width)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor = LearnedRange.apply(x, self.step, self.beta, 0, self.high, 1 / math.sqrt(x.numel() * self.high))
+        step, beta = self.step.clamp_min(1e-4) * (self.width / self.high), self.beta * self.width
+        value: torch.Tensor = LearnedRange.apply(x, step, beta, 0, self.high, 1 / math.sqrt(x.numel() * self.high))
         return value

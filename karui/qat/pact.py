@@ -3,9 +3,10 @@
     y = clip(x, 0, alpha),  value = round(y (2^k - 1) / alpha) alpha / (2^k - 1)                     (eq. 1, 2)
     d value / d alpha = 1 where x >= alpha, else 0;   d value / d x = 1 inside the range, else 0       (eq. 3)
 
-alpha carries weight decay in the paper (lambda_alpha), here the optimizer's. A transformer's activations have both signs, so
-`signed` clips to +-alpha with 2^(k-1) - 1 codes on each side, and d value / d alpha is the sign where it is clipped. Weights go
-to the grid's own rule.
+alpha carries weight decay in the paper (lambda_alpha), here the optimizer's (`optim.weight_decay`): only clipped values move
+alpha, so without it alpha stays near the first batch's absmax. A transformer's activations have both signs, so `signed` clips to
++-alpha with 2^(k-1) - 1 codes on each side, and d value / d alpha is the sign where it is clipped. Weights go to the grid's own
+rule.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Clipped(torch.autograd.Function):
 
 
 class PACT(FirstBatchRange):
-    """Learned `alpha`, one for the whole tensor, from the first batch's absmax."""
+    """Learned `alpha`, one for the whole tensor, as a share of `width`, the first batch's absmax."""
 
     def __init__(self, bits: int = 8, *, signed: bool = True) -> None:
         super().__init__()
@@ -45,8 +46,8 @@ class PACT(FirstBatchRange):
         self.alpha = nn.Parameter(torch.ones(1))
 
     def start(self, x: torch.Tensor) -> None:
-        self.alpha.copy_(x.abs().max().clamp_min(1e-8))
+        self.width.copy_(x.abs().max().float().clamp_min(1e-6))
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor = Clipped.apply(x, self.alpha.clamp_min(1e-8), self.high, self.signed)
+        value: torch.Tensor = Clipped.apply(x, self.alpha.clamp_min(1e-4) * self.width, self.high, self.signed)
         return value

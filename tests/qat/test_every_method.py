@@ -19,7 +19,7 @@ from karui.qat.fake import qat_linears
 from karui.qat.grids import SOLVABLE, searched
 from karui.qat.methods import ALL, METHODS, STEPPED, TRAINED
 from karui.trainers.quantize import quantize_to_bundle
-from karui.trainers.run import prepare
+from karui.trainers.run import make_optimizer, prepare
 from tests.qat.conftest import rows, run, tiny
 from tests.qat.test_run import logits
 from tests.trainers.conftest import _fresh_accelerate_state, make_recipe, rows_file, tiny_folder  # noqa: F401 - fixtures
@@ -154,3 +154,17 @@ def test_an_adapter_in_the_rounding_starts_on_the_grid_that_errs_least(learn: bo
         assert float((start.dequantize() - w).norm()) < float((quantize(w, start.spec).dequantize() - w).norm())
     trained = [n.rpartition(".")[2] for n, p in setup.model.named_parameters() if p.requires_grad]
     assert set(trained) == {"lora_a", "lora_b", *(["step"] if learn else [])}
+
+
+@pytest.mark.parametrize(("method", "decay"), [("pact", 0.01), ("lsq_plus", 0.0)])
+def test_ranges_have_a_rate_of_their_own_and_those_of_pact_decay(method: str, decay: float, make_recipe) -> None:  # noqa: F811
+    step = {"method": method, "spec": "w4g32", "range_lr": 0.01, "lr_ratio": 2.0}
+    recipe = make_recipe(prepare=[step], optim={"lr": 1e-4, "weight_decay": 0.01})
+    setup = prepare(recipe)
+    found = {id(p): g for g in make_optimizer(recipe, setup.model, setup.stages).param_groups for p in g["params"]}
+    linears = qat_linears(setup.model).values()
+    ranges = [found[id(p)] for m in linears for p in m.input_quantizer.parameters()]
+    assert ranges and all((g["weight_decay"], g["lr_scale"]) == (decay, pytest.approx(100.0)) for g in ranges)
+    steps = [found[id(p)] for m in linears for p in m.weight_quantizer.parameters()]
+    assert all((g["weight_decay"], g["lr_scale"]) == (0.0, 2.0) for g in steps)
+    assert len(found) == sum(p.requires_grad for p in setup.model.parameters())

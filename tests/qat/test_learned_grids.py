@@ -199,20 +199,39 @@ def test_learned_activation_ranges_start_at_the_first_batch(make):
     assert torch.equal(again(x), module(x))
 
 
+@pytest.mark.parametrize("make", [LSQPlusActivations, PACT])
+@pytest.mark.parametrize("size", [0.01, 1.0, 3000.0])
+def test_ranges_of_any_size_learn_at_one_rate(make, size):
+    """The paths of inputs that differ only in size are the same up to that size."""
+    paths = []
+    for scale in (1.0, size):
+        module, x = make(4), torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * scale
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.02, weight_decay=0.1, eps=1e-12)
+        for _ in range(20):
+            optimizer.zero_grad()
+            ((module(x) - x) / scale).square().mean().backward()
+            optimizer.step()
+        paths.append((module(x) / scale).detach())
+    assert float((paths[0] - paths[1]).abs().max()) < 1e-3
+    start, x = (make(4)(x) / size).detach(), x / size
+    assert float((paths[0] - start).abs().max()) > 0.1  # PACT's level follows the clipped values alone, error or not
+    assert make is PACT or float((paths[0] - x).square().mean()) < 0.8 * float((start - x).square().mean())
+
+
 def _ranges_of_a_rank(rank: int, folder: str) -> None:
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     made = [LSQPlusActivations(8), PACT(8)]
     for module in made:
         module(torch.linspace(-1.0 - rank, 3.0 + rank, 9))
-    torch.save([p.detach() for module in made for p in module.parameters()], f"{folder}/{rank}.pt")
+    torch.save([t.detach() for module in made for t in (module.width, *module.parameters())], f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 def test_the_first_rank_s_first_batch_sets_the_ranges_of_all_ranks(tmp_path):
     torch.multiprocessing.spawn(_ranges_of_a_rank, args=(str(tmp_path),), nprocs=2)
     ours, theirs = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert [float(x) for x in ours] == pytest.approx([4 / 255, -1.0, 3.0])
+    assert [float(x) for x in ours] == pytest.approx([4.0, 1.0, -0.25, 3.0, 1.0])
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -32,7 +32,9 @@ class LearnedGridStep(_OnGrid):
     method: Literal["lsq", "lsq_plus", "pact", "seq"]
     spec: QuantSpec = _grid("w4g64")
     activation_bits: int = Field(8, ge=2, le=8, description="lsq_plus and pact: bits of activations with a learned range")
-    lr_ratio: float = Field(1.0, gt=0, description="learning rate of steps, offsets and ranges over that of the weights")
+    lr_ratio: float = Field(1.0, gt=0, description="learning rate of steps and offsets over that of the weights")
+    range_lr: float = Field(5e-3, gt=0, description="lsq_plus and pact: learning rate of activation ranges, as a share of what "
+                            "the first batch spans")
     start: Literal["search", "range", "paper"] = Field("search", description="lsq and lsq_plus: where step sizes start. search: "
                        "least squared error of the weights; range: the grid's own rule; paper: the method's")
 

@@ -87,12 +87,17 @@ class LearnedGridStage(GridStage):
         return [*super().lines(), f"learned activation ranges shape the training and end with it: the engine takes them {after}"]
 
     def param_groups(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        from karui.qat.fake import quantizer_parameters
+        from karui.qat.fake import qat_linears, quantizer_parameters
 
-        own = quantizer_parameters(model)
-        ids = {id(p) for p in own}
-        rest = [{**g, "params": [p for p in g["params"] if id(p) not in ids]} for g in groups]
-        return [*rest, {"params": own, "weight_decay": 0.0, "lr_scale": self.step.lr_ratio}]
+        optim, linears = self.context.recipe.optim, qat_linears(model).values()
+        ranges = [p for m in linears if m.input_quantizer is not None for p in m.input_quantizer.parameters()]
+        known = {id(p) for p in ranges}
+        steps = [p for p in quantizer_parameters(model) if id(p) not in known]
+        known |= {id(p) for p in steps}
+        rest = [{**g, "params": [p for p in g["params"] if id(p) not in known]} for g in groups]
+        decay = optim.weight_decay if self.step.method == "pact" else 0.0
+        return [*rest, {"params": steps, "weight_decay": 0.0, "lr_scale": self.step.lr_ratio},
+                {"params": ranges, "weight_decay": decay, "lr_scale": self.step.range_lr / optim.lr}]
 
 
 class BitNetStage(GridStage):
