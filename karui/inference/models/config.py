@@ -28,7 +28,8 @@ class Mixture:
         shared_gate: the shared expert is behind a sigmoid gate (Qwen), else added as it is (DeepSeek).
         router: its name. biased: router and experts have biases. clamp: (alpha, limit) of experts that return
             (up + 1) gate sigmoid(alpha gate), gate below the limit and up within it on both sides (gpt-oss); None: silu(gate) up.
-        share_eps: added to the sum that shares are divided by (LFM2).
+        share_eps: added to the sum that shares are divided by (LFM2); share_min: what
+            that sum is at least (ERNIE).
     """
 
     experts: int
@@ -48,6 +49,7 @@ class Mixture:
     clamp: tuple[float, float] | None = None
     corrected: bool = False
     share_eps: float = 0.0
+    share_min: float = 0.0
 
     def __post_init__(self) -> None:
         each = self.experts // self.groups
@@ -131,7 +133,10 @@ class ModelConfig:
     is none. `norm_offset` is added to the weights of all. `fused_qkv`: q, k and v are one linear; `fused_mlp`: gate and up are.
     `row_norm`: q and k are normalized over all heads together instead of head by head. `sinks`: each head has a logit that takes
     a share of its attention and has no value. `attention_cap`, `logit_cap`: scores and logits x become cap tanh(x / cap).
-    `local_theta`: RoPE base of the layers with a window, without scaling; None: as in the others. `passed_over`: beginnings of
+    `local_theta`: RoPE base of the layers with a window, without scaling; None: as in the others. `rotated`: for each layer
+    whether its heads are rotated, empty: all are. `interleaved`: RoPE turns the pairs (2i, 2i + 1), else (i, i + D/2).
+    `norm_turned`: q and k are normalized behind RoPE. `centred`: norms take the mean off first (LayerNorm without a bias).
+    `parallel`: the feed-forward layer reads what the attention reads, and both are added at once. `passed_over`: beginnings of
     names of tensors that files hold and decoding does not read.
     """
 
@@ -175,6 +180,11 @@ class ModelConfig:
     attention_cap: float | None = None
     logit_cap: float | None = None
     local_theta: float | None = None
+    rotated: tuple[bool, ...] = ()
+    interleaved: bool = False
+    norm_turned: bool = False
+    centred: bool = False
+    parallel: bool = False
     passed_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -186,14 +196,24 @@ class ModelConfig:
     @property
     def beyond_llama(self) -> str:
         """What of this model only the reference runner computes, or an empty string."""
-        parts = {"recurrent layers": self.recurrent, "latent attention": self.latent,
-                 "mixture of experts": self.mixture, "sub-norms": self.sub_norms,
-                 self.activation: self.activation != "silu", "other norms": self.norms != PRE_NORMS or self.norm_offset or
-                 self.row_norm, "fused projections": self.fused_qkv or self.fused_mlp, "attention sinks": self.sinks,
-                 "soft caps": self.attention_cap or self.logit_cap, "RoPE of two bases": self.local_theta,
-                 "partial RoPE": self.rotary_dim is not None,
-                 "scaled activations": {self.embed_scale, self.query_scale, self.residual_scale, self.logit_scale} != {1.0}}
+        scales = {self.embed_scale, self.query_scale, self.residual_scale, self.logit_scale}
+        parts = {
+            "recurrent layers": self.recurrent, "latent attention": self.latent, "mixture of experts": self.mixture,
+            "sub-norms": self.sub_norms, self.activation: self.activation != "silu",
+            "other norms": self.norms != PRE_NORMS or self.norm_offset or self.row_norm or self.norm_turned or self.centred,
+            "parallel layers": self.parallel, "fused projections": self.fused_qkv or self.fused_mlp,
+            "attention sinks": self.sinks, "soft caps": self.attention_cap or self.logit_cap,
+            "RoPE of two bases": self.local_theta, "partial RoPE": self.rotary_dim is not None,
+            "layers without RoPE": not all(self.rotated), "interleaved RoPE": self.interleaved,
+            "scaled activations": scales != {1.0}}
         return ", ".join(name for name, there in parts.items() if there)
+
+    @property
+    def keys_differ(self) -> str:
+        """Why keys are not those of k_proj (and its norm) turned alike in all layers, or an empty string."""
+        ways = {"rotate in two ways": self.local_theta is not None or not all(self.rotated),
+                "rotate interleaved": self.interleaved, "are normalized behind the rotation": self.norm_turned}
+        return " and ".join(way for way, there in ways.items() if there)
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ from karui.inference.cache.states import StateStore, page_bytes
 from karui.inference.models import latent
 from karui.inference.models.attention import attend
 from karui.inference.models.config import ModelConfig
-from karui.inference.models.rope import cos_sin, inverse_frequencies, rotate
+from karui.inference.models.rope import cos_sin, halves, inverse_frequencies, rotate
 from karui.inference.models.step import Step
 from karui.inference.models.weights import CORRECTION, WIDE, Weights, check_weights, nbytes
 from karui.kernels.gemm_weight import on_int8_rows
@@ -108,10 +108,10 @@ class TorchRunner:
     def set_kv_levels(self, levels: KVLevels) -> None:
         """What `allocate` needs for the kvquant formats. Raises `UnsupportedError` when they do not fit the model."""
         c, shape = self.config, tuple(levels.key_low.shape)
-        if c.latent is not None or c.local_theta is not None or shape != (c.num_kv_layers, c.num_kv_heads * c.head_dim):
+        if c.latent is not None or c.keys_differ or shape != (c.num_kv_layers, c.num_kv_heads * c.head_dim):
             raise UnsupportedError(f"these KV levels are for {shape[0]} layers of {shape[1]} channels, all rotated alike; this "
                                    f"model has {c.num_kv_layers} of {c.num_kv_heads * c.head_dim}"
-                                   f"{'' if c.local_theta is None else ', which rotate in two ways'}.")
+                                   f"{c.keys_differ and f', which {c.keys_differ}'}.")
         self._kv_levels[levels.bits] = levels.to(self.device)
 
     def _levels(self, kv_dtype: str) -> KVLevels:
@@ -230,10 +230,10 @@ class TorchRunner:
                 aux.append(x)
             p = f"model.layers.{i}."
             step.cos, step.sin = turns[-1 if c.sliding_window and c.sliding_window[i] else 0]
-            y = self._mix(i, self._maybe_norm(x, p, c.norms[0]), step)
-            y = self._maybe_norm(y, p, c.norms[1])
+            h = self._maybe_norm(x, p, c.norms[0])
+            y = self._maybe_norm(self._mix(i, h, step), p, c.norms[1])
             x = x + (y if c.residual_scale == 1 else y * c.residual_scale)
-            h = self._maybe_norm(x, p, c.norms[2])
+            h = h if c.parallel else self._maybe_norm(x, p, c.norms[2])
             is_mixture = c.mixture is not None and c.mixture.layers[i]
             y = self._mixture(h, p + "mlp") if is_mixture else self._gated(h, p + MLP[c.shared_mlp], step.adapters)
             if c.shared_mlp and is_mixture:
@@ -269,11 +269,13 @@ class TorchRunner:
         k, v = (x.unflatten(-1, (c.num_kv_heads, c.head_dim)) for x in (k, v))
         if c.attention_gate:
             q, gate = q.chunk(2, -1)
-        if c.qk_norm and not c.row_norm:
+        if c.qk_norm and not c.row_norm and not c.norm_turned:
             q, k = self._norm(q, p + "q_norm.weight"), self._norm(k, p + "k_norm.weight")
         plain = k
-        if c.rotary_dim != 0:
-            q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        if c.rotary_dim != 0 and (not c.rotated or c.rotated[layer]):
+            q, k = (rotate(halves(x, c.rotary_dim) if c.interleaved else x, step.cos, step.sin) for x in (q, k))
+        if c.norm_turned:
+            q, k = self._norm(q, p + "q_norm.weight"), self._norm(k, p + "k_norm.weight")
         if c.query_scale != 1:
             q = q * c.query_scale
         number = c.counted[layer]
@@ -367,7 +369,7 @@ class TorchRunner:
         chosen = rank.topk(m.per_token, -1).indices
         share = score.gather(-1, chosen)
         if m.normalized:
-            share = share / (share.sum(-1, keepdim=True) + m.share_eps)
+            share = share / (share.sum(-1, keepdim=True) + m.share_eps).clamp_min(m.share_min)
         return share * m.scaling, chosen
 
     def _linear(self, x: torch.Tensor, module: str, adapters: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -383,12 +385,14 @@ class TorchRunner:
         return y if bias is None else y + bias
 
     def _norm(self, x: torch.Tensor, name: str, eps: float | None = None) -> torch.Tensor:
-        """RMS norm over the last dimension, computed in fp32; eps: None is the config's."""
+        """RMS norm over the last dimension, of centred rows where the model has it so, in fp32; eps: None is the config's."""
         weight = self._weights[name]
         assert isinstance(weight, torch.Tensor)
         wide, eps = x.to(self._wide), self.config.norm_eps if eps is None else eps
+        if self.config.centred:
+            wide = wide - wide.mean(-1, keepdim=True)
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        if self.config.norm_offset:
+        if self.config.norm_offset or self.config.centred:
             return (normed * (weight.to(self._wide) + self.config.norm_offset)).to(self.dtype)
         return weight * normed.to(self.dtype)
 

@@ -141,7 +141,8 @@ class PipelineRunner(_Ranks):
             if not c.latent.indexer.layers[first]:  # type: ignore[union-attr]
                 raise UnsupportedError(f"layer {first}, the first of rank {self.rank}, has no indexer and uses what the layer "
                                        f"before it picked; {self.world} ranks cannot serve this model.")
-        return replace(c, num_layers=last - first, sliding_window=c.sliding_window[first:last], mixture=mixture, latent=latent)
+        return replace(c, num_layers=last - first, sliding_window=c.sliding_window[first:last],
+                       rotated=c.rotated[first:last], mixture=mixture, latent=latent)
 
     def _own_weights(self, weights: dict[str, QTensor | torch.Tensor]) -> dict[str, QTensor | torch.Tensor]:
         first, last = self._own_layers()

@@ -106,6 +106,13 @@ def _yarn(f: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, float]:
     return f / scale * ramp + f * (1 - ramp), float(factor)
 
 
+def halves(x: torch.Tensor, rotated: int | None) -> torch.Tensor:
+    """x [.., D] whose pairs are (2i, 2i + 1) with the pairs (i, i + R/2) of `rotate`, R the part that is rotated, None: all.
+    Queries and keys so reordered have the same dot products, so nothing puts them back."""
+    turned, rest = x[..., :rotated], x[..., x.shape[-1] if rotated is None else rotated:]
+    return torch.cat([turned[..., 0::2], turned[..., 1::2], rest], -1)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [T, heads, D] with cos, sin [T, 1, R/2]; pairs are (i, i + R/2), what lies behind R <= D stays."""
     if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:

@@ -21,13 +21,17 @@ _GRANITE_NAMES = {"block_sparse_moe.router.layer.": "block_sparse_moe.router.",
                   "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
                   "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj"}
 _GRANITE = re.compile("|".join(map(re.escape, _GRANITE_NAMES)))
-_HYBRID_NAMES = {  # LFM2, Bamba, Granite
+_STORED_NAMES = {  # MiniMax, ERNIE
+    "block_sparse_moe.e_score": "mlp.e_score", "mlp.moe_statics.": "mlp.gate.moe_statics."}
+_HYBRID_NAMES = {  # LFM2, Bamba, Granite, Hunyuan, ERNIE, MiniMax
     "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "pre_ff_layernorm": "post_attention_layernorm",
     "self_attn.out_proj": "self_attn.o_proj", "self_attn.q_layernorm": "self_attn.q_norm",
     "self_attn.k_layernorm": "self_attn.k_norm", "model.embedding_norm": "model.norm", "model.final_layernorm": "model.norm",
     **{f"feed_forward.{theirs}": f"mlp.{ours}" for w, ours in _MIXTRAL.items() for theirs in (w, ours)},
     "feed_forward.gate": "mlp.gate", "feed_forward.experts": "mlp.experts", "feed_forward.expert_bias": f"mlp.gate.{CORRECTION}",
     "block_sparse_moe.router": "mlp.gate", "block_sparse_moe.experts": "mlp.experts",
+    "self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm",
+    "mlp.gate.moe_statics": "mlp.gate", f"mlp.{CORRECTION}": f"mlp.gate.{CORRECTION}",
 }
 _HYBRID = re.compile(r"\b(" + "|".join(map(re.escape, _HYBRID_NAMES)) + r")((?:\..*)?)$")
 WIDE = ("A_log", "dt_bias", "D")
@@ -125,14 +129,18 @@ def _feed_forward(config: ModelConfig, layer: int) -> list[tuple[str, int, int, 
 
 
 def transformers_name(name: str) -> str:
-    """A stored tensor's name in transformers' model: files of mixtral, Granite and LFM2 name experts otherwise."""
+    """A stored tensor's name in transformers' model: files of some families name experts and routers otherwise."""
     name = re.sub(r"(block_sparse_moe|feed_forward)\.experts\.(\d+)\.(w\d)\.", lambda m: (
         f"{'mlp' if m[1] == 'block_sparse_moe' else m[1]}.experts.{m[2]}.{_MIXTRAL[m[3]]}."), name)
-    return _GRANITE.sub(lambda m: _GRANITE_NAMES[m[0]], name.replace("block_sparse_moe.gate.", "mlp.gate."))
+    name = _GRANITE.sub(lambda m: _GRANITE_NAMES[m[0]], name.replace("block_sparse_moe.gate.", "mlp.gate."))
+    if CORRECTION in name and ".gate." not in name:
+        for stored, held in _STORED_NAMES.items():
+            name = name.replace(stored, held)
+    return name
 
 
 def canonical_name(name: str) -> str:
-    """karui's name of a tensor: models of LFM2, Bamba and Granite name norms and feed-forward layers otherwise than others."""
+    """karui's name of a tensor: some families name norms, feed-forward layers or routers otherwise than most."""
     return _HYBRID.sub(lambda m: _HYBRID_NAMES[m[1]] + m[2], transformers_name(name))
 
 
@@ -152,7 +160,7 @@ def canonical(weights: Weights) -> dict[str, QTensor | torch.Tensor]:
             kind = "weight" if stem == last else "bias"
             found |= {f"{parent}.{e}.{part}.{kind}": one for part, all_ in parts.items() for e, one in enumerate(all_)}
         else:
-            found[name] = w
+            found[name] = w.flatten() if last == CORRECTION and isinstance(w, torch.Tensor) else w  # ERNIE's is [1, experts]
     return found
 
 

@@ -113,7 +113,8 @@ def dense_weights(model: nn.Module, spec: QuantSpec) -> dict[str, Any]:
             out[f"{name}.bias"] = bias.detach().float().clone()
     out |= {name: buffer.float().clone() for name, buffer in inner.named_buffers()
             if canonical_name(name).endswith(CORRECTION)}
-    out |= {name: p.detach().float().clone() for name, p in inner.named_parameters() if name.rpartition(".")[2] in WIDE}
+    out |= {name: p.detach().float().clone() for name, p in inner.named_parameters()
+            if name.rpartition(".")[2] in (*WIDE, CORRECTION)}
     if inner.config.tie_word_embeddings:  # type: ignore[union-attr]
         out.pop("lm_head.weight", None)
     return out

@@ -1,13 +1,29 @@
-"""GLM-5: DeepSeek's sparse attention, with indexers in some layers only."""
+"""GLM-4, GLM-4.5 and GLM-5."""
 
 from __future__ import annotations
 
-from karui.inference.models.families.common import Config, Fields
+from karui.inference.models.config import Norms
+from karui.inference.models.families.common import Config, Fields, rotary_dim, routed
 from karui.inference.models.families.deepseek import deepseek_v3, indexer, latent
+
+NORMS: Norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+def glm4(config: Config) -> Fields:
+    """Norms on both sides of both layers; half of a head is rotated, in the pairs (2i, 2i + 1)."""
+    return {"norms": NORMS, "fused_mlp": True, "interleaved": True, "rotary_dim": rotary_dim(config, 0.5), "o_bias": False,
+            "qkv_bias": bool(config.get("attention_bias", True)), "head_dim": config.get("head_dim") or 128,
+            "norm_eps": config.get("rms_norm_eps", 1.5625e-7)}
+
+
+def glm4_moe(config: Config) -> Fields:
+    """GLM-4.5: DeepSeek's mixture behind ordinary attention; half of a head is rotated."""
+    return {"mixture": routed(config), "qk_norm": bool(config.get("use_qk_norm", False)), "o_bias": False, "mlp_bias": False,
+            "rotary_dim": rotary_dim(config, 0.5), "norm_eps": config.get("rms_norm_eps", 1e-5)}
 
 
 def glm_moe_dsa(config: Config) -> Fields:
-    """Which layers have an indexer: listed, spelled as F and S, or every `index_topk_freq`-th."""
+    """DeepSeek's sparse attention. Which layers have an indexer: listed, spelled as F and S, or every `index_topk_freq`-th."""
     layers = config["num_hidden_layers"]
     if kinds := config.get("indexer_types") or config.get("index_topk_pattern"):
         own = tuple(k in ("F", "full") for k in kinds)[:layers]

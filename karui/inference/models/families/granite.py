@@ -8,6 +8,20 @@ from karui.inference.models.families.common import Config, Fields, every_layer, 
 from karui.inference.models.recurrent.mamba2 import Mamba2
 
 
+def granite(config: Config) -> Fields:
+    return _scales(config)
+
+
+def granitemoe(config: Config) -> Fields:
+    return {**_scales(config), "mixture": every_layer(config, config["num_local_experts"], config["intermediate_size"])}
+
+
+def granitemoeshared(config: Config) -> Fields:
+    """A feed-forward layer for every token beside the experts."""
+    width = config.get("shared_intermediate_size") or 0
+    return {**granitemoe(config), "shared_mlp": width > 0, "intermediate_size": width}
+
+
 def granitemoehybrid(config: Config) -> Fields:
     """A feed-forward layer in every layer, beside the experts where there are some."""
     experts = config.get("num_local_experts")
