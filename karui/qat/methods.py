@@ -65,12 +65,14 @@ METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A method that is a step of a training run (`karui.configs.steps.qat`); lr: where `karui quantize` starts from."""
+    """A method that is a step of a training run (`karui.configs.steps.qat`); lr: where `karui quantize` starts from; keeps_zeros:
+    see `Method`."""
 
     name: str
     paper: str
     cost: str
     lr: float
+    keeps_zeros: bool = True
 
 
 _WHOLE = "training of all weights"
@@ -80,11 +82,13 @@ TRAINED = {
         Trained(name="lsq", paper="LSQ, arXiv 1902.08153", cost=_WHOLE, lr=1e-4),
         Trained(name="lsq_plus", paper="LSQ+, arXiv 2004.09576", cost=f"{_WHOLE}; activation ranges too", lr=1e-4),
         Trained(name="pact", paper="PACT, arXiv 1805.06085", cost=f"{_WHOLE}; activation ranges too", lr=1e-4),
-        Trained(name="seq", paper="ParetoQ's SEQ, arXiv 2502.02631", cost=f"{_WHOLE}; w2 and w1.58 only", lr=1e-4),
-        Trained(name="bitnet", paper="BitNet, arXiv 2310.11453", cost=f"{_WHOLE}, long; w1 only", lr=5e-4),
+        Trained(name="seq", paper="ParetoQ's SEQ, arXiv 2502.02631", cost=f"{_WHOLE}; w2 and w1.58 only", lr=1e-4,
+                keeps_zeros=False),
+        Trained(name="bitnet", paper="BitNet, arXiv 2310.11453", cost=f"{_WHOLE}, long; w1 only", lr=5e-4, keeps_zeros=False),
         Trained(name="bitnet_158", paper="BitNet b1.58, arXiv 2402.17764", cost=f"{_WHOLE}, long; w1.58 only", lr=5e-4),
         Trained(name="llm_qat", paper="LLM-QAT, arXiv 2305.17888", cost=f"generation of the data, then {_WHOLE}", lr=2e-5),
-        Trained(name="qat_lora", paper="QAT with LoRA (as torchao's recipe)", cost="training of an adapter", lr=2e-4),
+        Trained(name="qat_lora", paper="QAT with LoRA (as torchao's recipe)", cost="training of an adapter", lr=2e-4,
+                keeps_zeros=False),
     )
 }
 

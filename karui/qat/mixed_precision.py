@@ -22,7 +22,6 @@ from torch import nn
 
 from karui.configs.errors import KaruiError
 from karui.configs.quantspec import QuantSpec
-from karui.kernels.quantize import quantize
 from karui.qat.rtn import RTNConfig, rounded
 
 TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -181,8 +180,7 @@ def measure(
 
 
 def _values(w: torch.Tensor, spec: QuantSpec, name: str) -> torch.Tensor:
-    w = w.float()
-    return (rounded(w, spec, RTNConfig(steps=12), name) if spec.format == "int" else quantize(w, spec, name=name)).dequantize()
+    return rounded(w.float(), spec, RTNConfig(steps=12), name).dequantize()
 
 
 def budget_of(text: str, weights: int) -> int:

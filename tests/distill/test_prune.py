@@ -9,7 +9,7 @@ from karui.distill.prune import sparsegpt, wanda
 from karui.distill.prune.experts import prune_experts, router_mass
 from karui.distill.prune.layers import block_influence, drop_layers, keep_layers
 from karui.distill.prune.sparse import METHODS, prune_sparse, read_pattern
-from karui.distill.prune.width import prune_width
+from karui.distill.prune.width import importance, prune_width
 
 
 def llama(tied=True, **options):
@@ -137,6 +137,19 @@ def pruned_by(method, w, x, share, n=0, m=0):
     if method == "sparsegpt":
         return w, sparsegpt.prune_matrix(w, x.T @ x, share, n, m)
     return w, wanda.prune_matrix(w, None if method == "magnitude" else x.norm(dim=0), share, n, m)
+
+
+def test_importances_may_come_from_elsewhere():
+    model = llama()
+    scores = {k: torch.zeros_like(v) for k, v in importance(model, rows(), 8).items()}
+    for i in range(5):
+        scores[f"{i}.neurons"][i : i + 16] = 1
+        scores[f"{i}.heads"][2:] = 1
+    wanted = [(layer.mlp.down_proj.weight[:, i : i + 16].clone(), layer.self_attn.k_proj.weight[8:].clone())
+              for i, layer in enumerate(model.model.layers)]
+    prune_width(model, (), intermediate=16, kv_heads=1, scores=scores)
+    for layer, (down, k) in zip(model.model.layers, wanted):
+        assert torch.equal(layer.mlp.down_proj.weight, down) and torch.equal(layer.self_attn.k_proj.weight, k)
 
 
 @pytest.mark.parametrize("pattern", [0.5, "2:4", "4:8", 0.3])

@@ -59,8 +59,24 @@ def test_senseless_steps_are_refused(make_recipe):
         make_recipe(prepare=[{"method": "sparsegpt", "sparsity": 0.5, "keep_layers": 3}])
     with pytest.raises(KaruiError, match="prune-width needs intermediate or kv_heads or hidden"):
         make_recipe(prepare=[{"method": "prune-width"}])
-    with pytest.raises(UnsupportedError, match="Prune and heal in one run"):
-        run_recipe(make_recipe(prepare=[{"method": "prune-layers", "keep_layers": 1}, {"method": "lora", "rank": 4}]))
-    for grid in ({"method": "autoround", "spec": "w4g32"}, {"method": "rtn", "spec": "w1"}):
+    with pytest.raises(KaruiError, match="choice: influence does not belong to prune-width"):
+        make_recipe(prepare=[{"method": "prune-width", "kv_heads": 1, "choice": "influence"}])
+    for adapter in ({"method": "lora", "rank": 4}, {"method": "vera"}, {"method": "ia3"}, {"method": "prompt"}):
+        with pytest.raises(UnsupportedError, match="Prune and heal in one run"):
+            run_recipe(make_recipe(prepare=[{"method": "prune-layers", "keep_layers": 1}, adapter]))
+        with pytest.raises(UnsupportedError, match="Change and heal in one run"):
+            run_recipe(make_recipe(prepare=[{"method": "merge-kv-heads", "kv_heads": 1}, adapter]))
+    for grid in ({"method": "autoround", "spec": "w4g32"}, {"method": "rtn", "spec": "w1"}, {"method": "efficient_qat", "spec": "w2g32"},
+                 {"method": "seq", "spec": "w2g32"}, {"method": "qat_lora", "spec": "w4g32", "rank": 2, "alpha": 4}):
         with pytest.raises(UnsupportedError, match=f"{grid['method']} on {grid['spec']} moves weights off the zeros that wanda made"):
             run_recipe(make_recipe(prepare=[{"method": "wanda", "sparsity": 0.5}, grid]))
+
+
+@pytest.mark.parametrize("grid", [
+    {"method": "lsq", "spec": "w3g32"}, {"method": "lsq_plus", "spec": "w4g32a"}, {"method": "bitnet_158", "spec": "w1.58g32"},
+    {"method": "rtn", "spec": "nf4", "train": "rest"}])
+def test_a_trained_grid_holds_the_zeros(grid, make_recipe):
+    done = run_recipe(make_recipe(prepare=[{"method": "wanda", "sparsity": "2:4"}, grid], optim={"steps": 3}))
+    weights = load_file(done.final / "model.safetensors")
+    zeros = {n: v == 0 for n, v in weights.items() if n.endswith("proj.weight")}
+    assert len(zeros) == 14 and all((z.view(len(z), -1, 4).sum(-1) >= 2).all() for z in zeros.values())

@@ -29,6 +29,8 @@ class PruneStep(Section):
         needed = own[self.method]
         if all(getattr(self, key) is None for key in needed):
             raise ValueError(f"{self.method} needs {' or '.join(needed)}")
+        if self.choice != "uniform" and self.method != "prune-layers":
+            raise ValueError(f"choice: {self.choice} does not belong to {self.method}")
         foreign = [k for keys in own.values() for k in keys if k not in needed and getattr(self, k) is not None]
         if foreign:
             raise ValueError(f"{', '.join(foreign)} does not belong to {self.method}")

@@ -22,9 +22,10 @@ class PruneStage(Stage):
         from karui.distill.prune.layers import drop_layers
         from karui.distill.prune.sparse import prune_sparse
         from karui.distill.prune.width import prune_width
+        from karui.trainers.stages import stage_class
 
         step, samples = self.step, self.context.samples
-        if any(getattr(s, "method", "") in ("lora", "qlora") for s in self.context.recipe.prepare):
+        if any(stage_class(s).is_adapter for s in self.context.recipe.prepare):
             raise UnsupportedError("prepare: an adapter is merged into the model it was loaded from, which pruning changes. "
                                    "Prune and heal in one run, then train the adapter on that run's final/.")
         if step.sparsity is not None:
@@ -63,12 +64,13 @@ class PruneStage(Stage):
 
 
 def _check_grid(steps: Sequence[Any], method: str) -> None:
-    """Refuse a grid whose weights, once found, cannot hold the zeros."""
-    from karui.configs.steps import PostTrainingStep
-    from karui.qat.methods import METHODS
+    """Refuse a grid whose weights, once found or trained, cannot hold the zeros."""
+    from karui.qat.methods import METHODS, TRAINED
 
+    known: dict[str, Any] = {**METHODS, **TRAINED}
     for step in steps:
-        if isinstance(step, PostTrainingStep) and (not METHODS[step.method].keeps_zeros or step.spec.format == "binary"):
-            keep = ", ".join(sorted(m.name for m in METHODS.values() if m.keeps_zeros))
-            raise UnsupportedError(f"prepare: {step.method} on {step.spec} moves weights off the zeros that {method} made; these "
+        spec = getattr(step, "spec", None)
+        if spec is not None and step.method in known and (not known[step.method].keeps_zeros or spec.format == "binary"):
+            keep = ", ".join(m.name for m in known.values() if m.keeps_zeros)
+            raise UnsupportedError(f"prepare: {step.method} on {spec} moves weights off the zeros that {method} made; these "
                                    f"keep them, on every grid but w1: {keep}.")

@@ -28,8 +28,9 @@ class ReshapeStage(Stage):
     @classmethod
     def plan(cls, step: Any, recipe: Recipe, config: Any) -> tuple[Any, list[str]]:
         from karui.distill.reshape import describe
+        from karui.trainers.stages import stage_class
 
-        if any(getattr(s, "method", "") in ("lora", "qlora") for s in recipe.prepare):
+        if any(stage_class(s).is_adapter for s in recipe.prepare):
             raise UnsupportedError("prepare: an adapter is merged into the model it was loaded from, whose architecture "
                                    f"{step.method} changes. Change and heal in one run, then train the adapter on that run's "
                                    "final/.")
