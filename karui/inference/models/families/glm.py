@@ -11,14 +11,16 @@ NORMS: Norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_l
 
 def glm4(config: Config) -> Fields:
     """Norms on both sides of both layers; half of a head is rotated, in the pairs (2i, 2i + 1)."""
-    return {"norms": NORMS, "fused_mlp": True, "interleaved": True, "rotary_dim": rotary_dim(config, 0.5), "o_bias": False,
-            "qkv_bias": bool(config.get("attention_bias", True)), "head_dim": config.get("head_dim") or 128,
+    dim = config.get("head_dim") or 128
+    return {"norms": NORMS, "fused_mlp": True, "interleaved": True, "rotary_dim": rotary_dim({**config, "head_dim": dim}, 0.5),
+            "qkv_bias": bool(config.get("attention_bias", True)), "o_bias": False, "head_dim": dim,
             "norm_eps": config.get("rms_norm_eps", 1.5625e-7)}
 
 
 def glm4_moe(config: Config) -> Fields:
     """GLM-4.5: DeepSeek's mixture behind ordinary attention; half of a head is rotated."""
-    return {"mixture": routed(config), "qk_norm": bool(config.get("use_qk_norm", False)), "o_bias": False, "mlp_bias": False,
+    mixture = routed({"n_shared_experts": 1, "first_k_dense_replace": 1, **config})
+    return {"mixture": mixture, "qk_norm": bool(config.get("use_qk_norm", False)), "o_bias": False, "mlp_bias": False,
             "rotary_dim": rotary_dim(config, 0.5), "norm_eps": config.get("rms_norm_eps", 1e-5)}
 
 
