@@ -421,10 +421,12 @@ class Engine:
             self.speculation.timed(0 if any(w.count > 1 for w in plan.works) else len(plan.works), verdicts, self._step_s)
 
     def _steps_ahead(self, sequences: Sequence[Tokens]) -> int:
-        """Steps that these sequences may decode unattended: 1 unless all are greedy, with drafts that the runner can make."""
+        """Steps that these sequences may decode unattended: 1 unless all are greedy, and what drafts is the runner or rests."""
         drafts = self.speculation
         ahead = min(self._ahead, int(AHEAD_S / self._step_s))
-        if ahead < 2 or (drafts is not None and drafts.native is None):
+        if drafts is not None and drafts.native is None:
+            ahead = min(ahead, drafts.plain_steps(len(sequences)))
+        if ahead < 2:
             return 1
         alone = all(not s.recompute and not s.held and s.num_pending == 1 and s.draft is None and s.owner.fast
                     and (drafts is None or not drafts.typical(s.owner.params)) for s in sequences)
@@ -446,7 +448,8 @@ class Engine:
         for work, count in zip(plan.works, counts, strict=True):
             s, live = work.sequence, work.sequence.owner
             left = live.group.max_tokens - len(live.completion.token_ids)
-            out.append(Ahead(s.tokens, left, s.num_computed + count, live.ends, self._adapter(s), live.proposer))
+            proposer = live.proposer if drafts else None
+            out.append(Ahead(s.tokens, left, s.num_computed + count, live.ends, self._adapter(s), proposer))
         return out
 
     def _run_ahead(self, plan: Plan, alone: list[Ahead], rounds: int) -> bool:
@@ -475,8 +478,11 @@ class Engine:
             s = work.sequence
             self._count_prompt(s.owner, s.num_computed)
             s.tokens += tokens
+            first = s.num_computed
             self.scheduler.computed(s, len(tokens))
             self.scheduler.trim(s)
+            if self.speculation is not None and drafts is None:  # nobody saw these rows' states
+                self.speculation.observe(s.owner, first, s.tokens[first:s.num_computed], tokens, None, None, None, None)
             self._emit(s.owner, tokens, None)
         return True
 

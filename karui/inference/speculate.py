@@ -90,6 +90,10 @@ class Speculation:
         """Whether so many decoding sequences draft in the coming step."""
         return not self.config.adaptive or self._controller(sequences).should_draft()
 
+    def plain_steps(self, sequences: int) -> int:
+        """Coming steps in which so many decoding sequences draft nothing for sure."""
+        return self._controller(sequences).resting if self.config.adaptive else 0
+
     def verify(self, live: Live, draft: Draft, logits: np.ndarray | None,
                best: Sequence[int]) -> tuple[Verdict, list[int], list[float]]:
         """What the target says to a draft.

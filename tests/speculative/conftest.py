@@ -71,7 +71,8 @@ def tiny_engine(spelling: str | SpeculationConfig | None = None, *, vocab: int =
             heads = Eagle3(Eagle3Config.of(config), None).eval()
         drafter = None
         if spec.method == "draft":
-            draft = TorchRunner(config, tiny_weights(config, noise=draft_noise))
+            near = tiny_weights(config, noise=draft_noise)
+            draft: Any = NativeRunner(config, near) if native else TorchRunner(config, near)
             drafter = RunnerDrafter(draft, max_context=256, max_sequences=64, memory=draft_memory)
         embedding = weights["model.embed_tokens.weight"]
         speculator = Speculator(spec, config, heads=heads, embed=lambda ids: embedding[ids], drafter=drafter)

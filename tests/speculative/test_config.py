@@ -63,13 +63,37 @@ def test_controller_switches_off_and_probes_ever_more_rarely() -> None:
     for step in range(2_000):
         if controller.should_draft():
             drafted.append(step)
-            controller.record_verified(4, 0, 2.0)
+            controller.record_verified(4, 0, 1.05)
         else:
             controller.record_plain(1.0)
     assert drafted[:4] == [0, 1, 2, 3]
     probes = drafted[::4]
     gaps = [b - a for a, b in zip(probes, probes[1:])]
     assert gaps == sorted(gaps) and gaps[-1] > 5 * gaps[0] and len(drafted) < 80
+
+
+def test_what_trying_again_loses_stays_a_small_share() -> None:
+    """A step over many rows costs nine plain ones: two tries are enough, and what they lost is made up for before the next."""
+    controller, lost, steps = Controller(), 0.0, 0
+    controller.record_plain(1.0)
+    for _ in range(20_000):
+        steps += 1
+        if controller.should_draft():
+            controller.record_verified(9, 0, 9.0)
+            lost += 8.0
+        else:
+            assert controller.on or controller.resting > 0 or controller.waited == controller.patience
+            controller.record_plain(1.0)
+        assert lost <= 16 + 0.02 * steps + 16       # what was tried first, and is being tried now
+    assert 300 < lost < 0.025 * steps
+
+
+def test_one_disturbed_step_does_not_put_it_off_for_long() -> None:
+    controller = Controller()
+    controller.record_plain(1.0)
+    for seconds in (1.3, 60.0, 1.3, 1.3):
+        controller.record_verified(3, 1, seconds)
+    assert controller.lost < 0 and (controller.on or controller.patience <= 2 * controller.probe_every)
 
 
 def test_controller_comes_back_when_the_text_becomes_predictable() -> None:

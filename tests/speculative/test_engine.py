@@ -118,6 +118,23 @@ def test_a_draft_model_without_memory_left_lets_sequences_go_on_without_drafts()
     assert 0 < narrow.stats.num_drafted_tokens < roomy.stats.num_drafted_tokens
 
 
+def test_a_native_draft_model_drafts_in_one_call() -> None:
+    """The same drafts as token by token, and one call of the runner for each, one forward more where a whole draft was right."""
+    engines = [tiny_engine(always("draft:x:4"), native=True, draft_noise=0.005) for _ in range(2)]
+    drafters = [e.speculation._probe.drafter for e in engines]      # type: ignore[union-attr]
+    calls: list[int] = []
+    decode = drafters[0].runner.decode
+    drafters[0].runner.decode = lambda *a: calls.append(a[2]) or decode(*a)
+    drafters[1].continued = lambda *a: None
+    found = [tokens(run(e, GREEDY)) for e in engines]
+    assert found[0] == found[1] == tokens(run(tiny_engine(native=True), GREEDY))
+    counts = [(e.stats.num_drafted_tokens, e.stats.num_accepted_tokens) for e in engines]
+    assert counts[0] == counts[1] and 0 < counts[0][1] < counts[0][0]
+    assert sum(calls) == counts[0][0] and max(calls) == 4
+    small = tiny_engine(always("draft:x:4"), native=True, draft_memory=3 * 2 * 4 * 2 * 16 * 4 * 16)
+    assert tokens(run(small, GREEDY, PROMPTS[:2])) == found[0][:2] and small.stats.num_drafted_tokens > 0
+
+
 def test_draft_model_logprobs_are_the_targets() -> None:
     params = SamplingParams(max_tokens=30, logprobs=2, temperature=0.8, seed=11)
     engine, plain = tiny_engine(always("draft:x:4")), tiny_engine()

@@ -51,6 +51,9 @@ class MarkovDrafter:
         self.fed += len(tokens)
         return torch.from_numpy(np.log(self.table.row(self.held[handle])))
 
+    def continued(self, handle: int, tokens: list[int], start: int, count: int) -> None:
+        return None
+
 
 def medusa(shared: bool = False, drafted: int | None = None, layers: int = 1) -> MedusaHeads:
     torch.manual_seed(0)

@@ -166,6 +166,19 @@ def test_switched_off_it_decodes_plainly_and_drafts_again_later(name):
     assert len(made.rounds) == drafts and not controller.on
 
 
+@pytest.mark.parametrize("spelling", ["lookahead:4,3,3", "medusa:6", "draft:x:3"])
+def test_what_drafts_in_python_lets_the_runner_go_ahead_while_it_is_off(spelling):
+    """No drafts for a while: several plain steps a call; then it drafts again, from what it saw last."""
+    made, calls = tiny_engine(spelling, native=True, vocab=VOCAB, block_size=4), []
+    decode = made.runner.decode
+    made.runner.decode = lambda *a: calls.append(a[2]) or decode(*a)
+    controller = made.speculation._controller(1)
+    controller.plain_s, controller.on, controller.patience = 1e9, False, 21
+    assert said(made, prompts=PROMPTS[:1]) == said(tiny_engine(native=True, vocab=VOCAB, block_size=4), prompts=PROMPTS[:1])
+    assert len(calls) >= 3 and sum(calls[:3]) == 21
+    assert made.stats.num_drafted_tokens > 0
+
+
 def test_only_so_much_is_verified_as_is_worth_it():
     """A random layer promises next to nothing; a text that repeats itself earns long drafts."""
     config = SpeculationConfig(**{**vars(CONFIGS["eagle3"]), "adaptive": True, "nodes": 40, "width": 9})

@@ -3,13 +3,19 @@
 A verification of k drafted tokens emits E = (1 - a^(k+1)) / (1 - a) tokens on average when each is accepted with probability a
 (Leviathan et al., arXiv 2211.17192, equation 1) and costs 1 + k c plain steps. Here c is measured: it holds the drafting *and*
 the dearer forward over k + 1 rows, which on a compute-bound machine is the larger part. Speculation pays while E / (1 + k c) > 1.
+What it lost when it is switched off decides how long it stays off, so that a method that never pays costs `SHARE` of the time.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 
 logger = logging.getLogger(__name__)
+
+
+SHARE = 0.02
+"""Of the time, what trying again may lose."""
 
 
 def expected_tokens(acceptance: float, k: int) -> float:
@@ -29,9 +35,9 @@ class Controller:
 
     Args:
         memory: weight kept of the past per measurement.
-        warmup: verifications before the first verdict.
+        warmup: verifications before the first verdict; fewer where two have lost more than `warmup` plain steps already.
         probe_every: plain steps after which a switched-off controller tries `warmup` verifications again; doubles each time
-            a probe fails, up to 16 times, so that a hopeless workload pays almost nothing.
+            a probe fails, up to 16 times, and is at least what was lost divided by `SHARE`.
     """
 
     def __init__(self, memory: float = 0.9, warmup: int = 4, probe_every: int = 64) -> None:
@@ -42,6 +48,7 @@ class Controller:
         self.spec_s: float | None = None
         self.seen = self.waited = 0
         self.patience = probe_every
+        self.fastest, self.gained = math.inf, 0  # since it was switched on: quickest verification, and tokens of all
 
     @property
     def acceptance(self) -> float:
@@ -59,10 +66,20 @@ class Controller:
     def speedup(self) -> float:
         return speedup(self.acceptance, max(round(self.depth), 1), self.cost)
 
+    @property
+    def lost(self) -> float:
+        """Plain steps lost by verifying since it was switched on (below 0: gained), by the quickest, as others were disturbed."""
+        return self.seen * self.fastest / self.plain_s - self.gained if self.plain_s and self.seen else 0.0
+
+    @property
+    def resting(self) -> int:
+        """Steps from now on that are plain for sure."""
+        return 0 if self.on else max(0, self.patience - self.waited)
+
     def should_draft(self) -> bool:
         """Whether the coming step may speculate."""
         if not self.on and self.waited >= self.patience:
-            self.on, self.seen, self.waited = True, 0, 0
+            self.on, self.seen, self.waited, self.fastest, self.gained = True, 0, 0, math.inf, 0
         # A verdict needs the cost of a plain step: without one yet, the first steps run plain.
         return self.on and self.plain_s is not None
 
@@ -79,12 +96,12 @@ class Controller:
         self.depth = float(depth) if self.depth <= 0 else self._mean(self.depth, depth)
         self.spec_s = seconds if self.spec_s is None else self._mean(self.spec_s, seconds)
         self.seen += 1
-        if self.seen >= self.warmup and self.speedup < 1.0:
+        self.fastest, self.gained = min(self.fastest, seconds), self.gained + accepted + 1
+        if self.speedup < 1.0 if self.seen >= self.warmup else self.seen > 1 and self.lost > self.warmup:
+            patience = min(self.patience * 2, 16 * self.probe_every) if self.seen <= self.warmup else self.probe_every
+            self.on, self.waited, self.patience = False, 0, max(patience, math.ceil(self.lost / SHARE))
             logger.info("speculation off: acceptance %.2f, depth %.1f, cost %.2f per token give %.2fx; next try in %d steps",
                         self.acceptance, self.depth, self.cost, self.speedup, self.patience)
-            again = self.seen == self.warmup
-            self.on, self.waited = False, 0
-            self.patience = min(self.patience * 2, 16 * self.probe_every) if again else self.probe_every
 
     def _mean(self, old: float, new: float) -> float:
         return self.memory * old + (1.0 - self.memory) * new

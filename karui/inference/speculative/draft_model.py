@@ -1,15 +1,18 @@
-"""A small model of the same vocabulary drafts, the large one verifies (Leviathan et al., arXiv 2211.17192)."""
+"""A small model of the same vocabulary drafts, the large one verifies (Leviathan et al., arXiv 2211.17192).
+
+A greedy draft is one call of a runner that decodes ahead (native), not one per token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from karui.configs.errors import KaruiError, UnsupportedError
-from karui.inference.batch import Runner, StepBatch
+from karui.inference.batch import Ahead, Runner, StepBatch
 from karui.inference.memory import default_budget
 from karui.inference.speculative.base import NOTHING, Context, Draft, Observation
 from karui.inference.speculative.random import DRAFT, draw, uniform
@@ -31,6 +34,11 @@ class Drafter(Protocol):
     def extend(self, handle: int, tokens: Sequence[int], start: int) -> torch.Tensor:
         """Drop what lies at `start` and behind, append `tokens` there, return the last one's logits [V] fp32. Raises
         `NoRoomError`, having appended none of them."""
+
+    def continued(self, handle: int, tokens: Sequence[int], start: int, count: int) -> list[int] | None:
+        """Of the whole sequence `tokens` the first `start` stay, the rest is appended; returns up to `count` greedy tokens behind
+        it, all but the last of them appended too. None, nothing done, where that is no faster than `extend`. Raises `NoRoomError`,
+        nothing appended."""
 
     def close(self, handle: int) -> None:
         """Forget the sequence."""
@@ -90,6 +98,8 @@ class DraftModelProposer:
             if known != token:
                 break
             keep += 1
+        if context.distribution is None and (found := self._in_one(context.tokens, keep, count)) is not None:
+            return found
         pending, start = list(context.tokens[keep:]), keep
         self.cached = list(context.tokens)
         tokens: list[int] = []
@@ -114,6 +124,18 @@ class DraftModelProposer:
             pending = tokens[-1:]
             self.cached.append(tokens[-1])
         return Draft(tokens=tokens, q=np.stack(rows) if rows else None)
+
+    def _in_one(self, sequence: Sequence[int], keep: int, count: int) -> Draft | None:
+        """A greedy draft in one call; None where the drafter cannot, or has no room for all of it."""
+        assert self.handle is not None
+        try:
+            tokens = self.drafter.continued(self.handle, sequence, keep, count)
+        except NoRoomError:
+            return None
+        if tokens is None:
+            return None
+        self.cached = [*sequence, *tokens[:-1]]
+        return Draft(tokens=tokens)
 
 
 class RunnerDrafter:
@@ -150,24 +172,43 @@ class RunnerDrafter:
         self.free += self.tables.pop(handle)[::-1]
 
     def extend(self, handle: int, tokens: Sequence[int], start: int) -> torch.Tensor:
+        self._lengthen(handle, start + len(tokens))
+        return self._run(handle, tokens, start)
+
+    def continued(self, handle: int, tokens: Sequence[int], start: int, count: int) -> list[int] | None:
+        runner: Any = self.runner
+        if not getattr(runner, "decodes_ahead", False):
+            return None
+        reach = len(tokens) + count
+        self._lengthen(handle, reach)
+        if len(tokens) - start > 1:
+            self._run(handle, tokens[start:-1], start, logits=False)
+        table = np.array([self.tables[handle]], dtype=np.int32)
+        sequence = Ahead(list(tokens), count, reach, frozenset())
+        return list(runner.decode([sequence], table, count, count).tokens[0])
+
+    def _lengthen(self, handle: int, end: int) -> None:
         table = self.tables[handle]
-        end = start + len(tokens)
-        while len(table) * self.block_size < end:
-            if not self.free:
-                raise NoRoomError("draft model: its KV memory is full.")
+        missing = -(-end // self.block_size) - len(table)
+        if missing > len(self.free):
+            raise NoRoomError("draft model: its KV memory is full.")
+        for _ in range(missing):
             table.append(self.free.pop())
-        logits = torch.empty(0)
+
+    def _run(self, handle: int, tokens: Sequence[int], start: int, logits: bool = True) -> torch.Tensor:
+        """Append `tokens` at `start`; the last one's logits [V], without `logits` none."""
+        table, end, found = self.tables[handle], start + len(tokens), torch.empty(1, 0)
         for at in range(start, end, self.chunk):
             part = list(tokens[at - start:at - start + self.chunk])
             positions = range(at, at + len(part))
             slots = [table[p // self.block_size] * self.block_size + p % self.block_size for p in positions]
-            last = at + len(part) == end
+            last = logits and at + len(part) == end
 
             def ints(values: Sequence[int]) -> torch.Tensor:
                 return torch.tensor(values, dtype=torch.int32)
 
-            logits = self.runner.forward(StepBatch(
+            found = self.runner.forward(StepBatch(
                 tokens=ints(part), positions=ints(positions), slots=ints(slots), query_starts=ints([0, len(part)]),
                 context_lens=ints([at + len(part)]), block_tables=ints(table)[None],
                 logit_rows=ints([len(part) - 1] if last else []))).logits
-        return logits[0]
+        return found[0] if logits else found
