@@ -162,7 +162,10 @@ def keeps_rows(model: Any) -> bool:
 
 
 def window_of(attention: Any) -> int | None:
-    """The sliding window of an attention module: its own, or the configuration's where that has one for all layers."""
+    """The sliding window of an attention module: its own, or the configuration's where that has one for all layers. EXAONE's
+    modules all have one, and say which of them use it."""
+    if getattr(attention, "is_sliding", True) is False:
+        return None
     config = getattr(attention, "config", None)
     given = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
     return getattr(attention, "sliding_window", given) or None

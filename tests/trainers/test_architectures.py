@@ -1,4 +1,4 @@
-"""End to end: latent and sparse attention, windows, soft caps, other norms and fused linears through quantizing, packed training,
+"""End to end: latent and sparse attention, windows, soft caps, other norms, rotations and fused linears through quantizing, packed training,
 export and the parity gate, on tiny random models; and what is not trained is refused before it starts."""
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from tests.trainers.conftest import _fresh_accelerate_state, rows_file, tiny_fol
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4,
               num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=64, first_k_dense_replace=1, q_lora_rank=64)
 GROUPS = dict(LATENT, n_group=2, topk_group=1)
+SCALES = dict(logits_scaling=3.0, residual_multiplier=0.7, attention_multiplier=0.2, embedding_multiplier=2.0)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+NEWER = ("granite", "granitemoe", "granitemoeshared", "smollm3", "seed_oss", "olmoe", "glm4", "glm4_moe", "ernie4_5", "ernie4_5_moe",
+         "hunyuan_v1_dense", "exaone4", "minimax_m2", "cohere", "cohere2")
 KINDS = {
     "deepseek_v2": dict(LATENT, q_lora_rank=None), "deepseek_v3": GROUPS,
     # many index heads: with few, scores are exactly zero so often that the least chosen key is one of several
@@ -31,8 +35,13 @@ KINDS = {
     "gemma2": dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=16, attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
     "gemma3_text": dict(head_dim=16, sliding_window=16, sliding_window_pattern=2, query_pre_attn_scalar=16, num_hidden_layers=3),
     "mixtral": dict(num_local_experts=4), "phi3": dict(sliding_window=16), "olmo3": dict(sliding_window=16),
-    "granite": dict(logits_scaling=3.0, residual_multiplier=0.7, attention_multiplier=0.2, embedding_multiplier=2.0),
-    "cohere": dict(logit_scale=0.25),
+    "granite": SCALES, "granitemoe": dict(SCALES, **EXPERTS), "granitemoeshared": dict(SCALES, **EXPERTS, shared_intermediate_size=32),
+    "smollm3": dict(no_rope_layer_interval=2, use_sliding_window=True, sliding_window=16),
+    "seed_oss": dict(head_dim=16, attention_dropout=0.0, residual_dropout=0.0), "olmoe": dict(num_experts=4, num_experts_per_tok=2),
+    "glm4": dict(head_dim=16), "glm4_moe": dict(LATENT, head_dim=16, use_qk_norm=True), "ernie4_5": dict(head_dim=16),
+    "ernie4_5_moe": dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=64), "hunyuan_v1_dense": dict(head_dim=16),
+    "exaone4": dict(sliding_window=16, sliding_window_pattern=2), "minimax_m2": dict(EXPERTS, head_dim=16, rotary_dim=8),
+    "cohere": dict(logit_scale=0.25), "cohere2": dict(logit_scale=0.25, sliding_window=16, sliding_window_pattern=2),
     "gpt_oss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
                     rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 }
@@ -63,7 +72,7 @@ def folder_of(tiny_folder, tmp_path):  # noqa: F811
     return make
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("mixtral", "granite", "cohere")])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "mixtral"])
 def test_quantizing_passes_the_gate_and_the_engine_runs_it(kind, folder_of, tmp_path):
     manifest = quantize_to_bundle(str(folder_of(kind)), tmp_path / "out", method="rtn", spec="w4g16")
     assert manifest.parity["max_abs_dlogprob"] <= manifest.parity["bound"] == 2e-3
@@ -119,7 +128,7 @@ def test_a_shipped_recipe_trains_and_exports_it(name, kind, folder_of, rows_file
     assert metrics["eval_loss"] < metrics["eval_loss_before"] and (result.bundles[0] / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "phi3", "olmo3", "gpt_oss", "granite", "cohere"])
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "phi3", "olmo3", "gpt_oss", *NEWER])
 def test_packed_documents_are_computed_as_transformers_computes_each(kind, folder_of):
     """Longer than the window, values narrower than keys, sinks, caps, scales: the loss and its gradient are those of transformers'
     logits, document by document."""
@@ -145,7 +154,7 @@ def test_packed_documents_are_computed_as_transformers_computes_each(kind, folde
             assert (ours[name].grad - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "ernie4_5_moe", "granitemoe", "minimax_m2"])
 def test_rollouts_have_the_weights_in_training(kind, folder_of):
     """Experts that are one parameter, what routers add to scores: the engine's logprobs are the model's; on a grid routers stay."""
     from karui.configs.quantspec import QuantSpec
@@ -173,7 +182,7 @@ def test_what_would_be_trained_wrongly_is_refused(folder_of):
         load_model(ModelSection(name=str(folder_of("deepseek_v32"))))
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3_text", "phi3", "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere2"])
 def test_a_request_with_an_adapter_is_answered_as_by_peft(kind, folder_of, tmp_path):
     from karui.adapters.lora import attach
     from karui.configs.steps import LoraStep
