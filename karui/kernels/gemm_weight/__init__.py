@@ -133,7 +133,7 @@ def span_of(k: int, group: int, bits: int = 4, form: Form = "int") -> int:
     """Inputs whose codes the kernels take together as words, 0 where they cannot. A tensor core takes 16 inputs of each place in
     a word at least, 32 of int8 (ternary weights), and these have one scale."""
     places = 32 // bits
-    spans = {("nvfp4", 4): (128,), ("int", 4): (256, 128), ("e2m1", 4): (256, 128),
+    spans = {("nvfp4", 4): (128,), ("int", 4): (256, 128), ("e2m1", 4): (256, 128), ("nf4", 4): (256, 128),
              ("int", 2): (512,) if group == k else (512, 256)}  # fmt: skip
     fits = (span for span in spans.get((form, bits), ()) if k % span == 0 and (group == k or group % (span // places) == 0))
     return next(fits, 0)

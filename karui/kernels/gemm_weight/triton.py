@@ -83,12 +83,12 @@ def _lookup_asm(entries: list[int]) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-def _bf16_bits(table: torch.Tensor) -> list[int]:
+def bf16_bits(table: torch.Tensor) -> list[int]:
     return [int(b) & 0xFFFF for b in table.to(torch.bfloat16).view(torch.int16).tolist()]
 
 
-_NF4_ASM = tl.constexpr(_lookup_asm(_bf16_bits(codebook(torch.device("cpu")))))
-_E2M1_ASM = tl.constexpr(_lookup_asm(_bf16_bits(values(E2M1))))
+_NF4_ASM = tl.constexpr(_lookup_asm(bf16_bits(codebook(torch.device("cpu")))))
+_E2M1_ASM = tl.constexpr(_lookup_asm(bf16_bits(values(E2M1))))
 
 
 @triton.jit

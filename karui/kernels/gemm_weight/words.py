@@ -1,4 +1,4 @@
-"""Products with weights whose codes lie in words of 32 bits (`PackedWeight.span`): 4 and 2 bits, MXFP4, NVFP4.
+"""Products with weights whose codes lie in words of 32 bits (`PackedWeight.span`): 4 and 2 bits, NF4, MXFP4, NVFP4.
 
 As in `triton`, W is decoded in registers and is the tall operand; but a word holds codes of inputs that are a whole part of a
 step apart, so those of one place in the words belong to neighbouring inputs: x goes to the tensor cores as it lies in memory, and
@@ -8,7 +8,7 @@ an H200's bandwidth, ternary 23 %, NVFP4 26 %; so they reach 96, all of it, 67 (
 
 Two words of neighbouring inputs give pairs of bf16: integers in the mantissa of 128, which one `fma` takes off again; E2M1 with
 its exponent and mantissa where bf16 has them, which one `fma` scales by 2^126. int8 inputs: four words give four bytes of each
-place.
+place. NF4 looks its 16 entries up by `prmt`, four codes at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ import triton.language as tl
 
 from karui.kernels.gemm_grouped import Groups
 from karui.kernels.gemm_weight import PackedWeight
-from karui.kernels.gemm_weight.triton import add_parts, by_row, row_tiles, rows_and_output, split_steps, store_tile, tile_at
+from karui.kernels.gemm_weight.triton import (
+    add_parts,
+    bf16_bits,
+    by_row,
+    row_tiles,
+    rows_and_output,
+    split_steps,
+    store_tile,
+    tile_at,
+)
+from karui.kernels.quantize.nf4 import codebook
 from karui.kernels.triton_support import interpreting, num_processors
 from karui.kernels.triton_support.codecs import decode_e2m1
 from karui.kernels.triton_support.offline import Case
@@ -60,6 +70,33 @@ def _e2m1_asm() -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
+def _table_asm(entries: list[int]) -> str:
+    """Two words, $8 and $9 -> the bf16 table entries of each of their 8 places.
+
+    The words' codes are interleaved first: those of the even places in one register, of the odd ones in another, the first word's
+    and the second's in turn. Four codes of a half of it are then a selector as in `triton._lookup_asm`, and give two places'
+    pairs. One operand of a `prmt` may be a constant; the others are kept in registers by a bit that is 0 in every lane, which the
+    assembler does not know: else it would move them anew for each use.
+    """
+    words = [sum((e >> shift & 0xFF) << 8 * i for i, e in enumerate(entries[at : at + 4]))
+             for shift in (0, 8) for at in range(0, 16, 4)]  # fmt: skip
+    table = {"l": [f"r{n}" for n in range(4)], "h": [f"r{n}" for n in range(4, 8)]}
+    lines = [".reg .b32 w<2>, o<8>, r<8>, z, i, c, j, p, q, l, h;", "mov.u32 z, %lanemask_lt;", "and.b32 z, z, 0x80000000;"]
+    lines += [f"xor.b32 r{n}, z, 0x{word:08x};" if n % 2 == 0 else f"mov.b32 r{n}, 0x{word:08x};" for n, word in enumerate(words)]
+    lines += ["shl.b32 i, $9, 4;", "lop3.b32 w0, $8, i, 0x0f0f0f0f, 0xe4;",
+              "shr.u32 i, $8, 4;", "lop3.b32 w1, i, $9, 0x0f0f0f0f, 0xe4;"]  # fmt: skip
+    for odd in (0, 1):
+        lines += [f"and.b32 j, w{odd}, 0x77777777;", f"shr.u32 c, w{odd}, 1;", "lop3.b32 c, c, 0x44444444, 0x32103210, 0xea;"]
+        for half in (0, 1):
+            if half:
+                lines += ["shr.u32 j, j, 16;", "shr.u32 c, c, 16;"]
+            for side, (a, b, c, d) in table.items():
+                lines += [f"prmt.b32 p, {a}, {b}, j;", f"prmt.b32 q, {c}, {d}, j;", f"prmt.b32 {side}, p, q, c;"]
+            lines += [f"prmt.b32 o{4 * half + odd}, l, h, 0x5140;", f"prmt.b32 o{4 * half + 2 + odd}, l, h, 0x7362;"]
+    lines += [f"mov.b32 ${place}, o{place};" for place in range(8)]  # an output may have an input's register
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
 def _bytes_asm() -> str:
     """Four words of 2-bit codes, $16 to $19 -> the four bytes of each of their 16 places. All words are read before the first
     place is written, because an output may have an input's register."""
@@ -80,28 +117,32 @@ _BYTES = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 4))
 _INT4, _INT4_CENTRED = tl.constexpr(_integers_asm(4, 0)), tl.constexpr(_integers_asm(4, 128 + 8))
 _INT2, _INT2_CENTRED, _TERNARY = (tl.constexpr(_integers_asm(2, less)) for less in (0, 128 + 2, 128 + 1))
 _E2M1, _CODES2 = tl.constexpr(_e2m1_asm()), tl.constexpr(_bytes_asm())
+_NF4 = tl.constexpr(_table_asm(bf16_bits(codebook(torch.device("cpu")))))
 _LESS = tl.constexpr("{\n.reg .b32 one;\nmov.b32 one, 0x3f803f80;\nfma.rn.bf16x2 $0, $1, one, $2;\n}")
 _TIMES = tl.constexpr("{\n.reg .b32 none;\nmov.b32 none, 0x80008000;\nfma.rn.bf16x2 $0, $1, $2, none;\n}")
 
 
 @triton.jit
-def _values(words, BITS: tl.constexpr, FORM: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr):
-    """bf16 values of each place in int32 words: code - MIDDLE, with ZERO 128 + code; FORM 3 and 4 E2M1."""
+def _values(words, near, BITS: tl.constexpr, FORM: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr):
+    """bf16 values of each place in int32 words: code - MIDDLE, with ZERO 128 + code; FORM 1 NF4, 3 and 4 E2M1.
+    near: pointer to NF4's table, for the interpreter."""
     if _INTERPRETED:
         if BITS == 4:
-            return (_value(words, 0, 4, FORM, MIDDLE, ZERO), _value(words, 1, 4, FORM, MIDDLE, ZERO),
-                    _value(words, 2, 4, FORM, MIDDLE, ZERO), _value(words, 3, 4, FORM, MIDDLE, ZERO),
-                    _value(words, 4, 4, FORM, MIDDLE, ZERO), _value(words, 5, 4, FORM, MIDDLE, ZERO),
-                    _value(words, 6, 4, FORM, MIDDLE, ZERO), _value(words, 7, 4, FORM, MIDDLE, ZERO))  # fmt: skip
-        return (_value(words, 0, 2, FORM, MIDDLE, ZERO), _value(words, 1, 2, FORM, MIDDLE, ZERO),
-                _value(words, 2, 2, FORM, MIDDLE, ZERO), _value(words, 3, 2, FORM, MIDDLE, ZERO),
-                _value(words, 4, 2, FORM, MIDDLE, ZERO), _value(words, 5, 2, FORM, MIDDLE, ZERO),
-                _value(words, 6, 2, FORM, MIDDLE, ZERO), _value(words, 7, 2, FORM, MIDDLE, ZERO),
-                _value(words, 8, 2, FORM, MIDDLE, ZERO), _value(words, 9, 2, FORM, MIDDLE, ZERO),
-                _value(words, 10, 2, FORM, MIDDLE, ZERO), _value(words, 11, 2, FORM, MIDDLE, ZERO),
-                _value(words, 12, 2, FORM, MIDDLE, ZERO), _value(words, 13, 2, FORM, MIDDLE, ZERO),
-                _value(words, 14, 2, FORM, MIDDLE, ZERO), _value(words, 15, 2, FORM, MIDDLE, ZERO))  # fmt: skip
-    if FORM > 0:
+            return (_value(words, 0, near, 4, FORM, MIDDLE, ZERO), _value(words, 1, near, 4, FORM, MIDDLE, ZERO),
+                    _value(words, 2, near, 4, FORM, MIDDLE, ZERO), _value(words, 3, near, 4, FORM, MIDDLE, ZERO),
+                    _value(words, 4, near, 4, FORM, MIDDLE, ZERO), _value(words, 5, near, 4, FORM, MIDDLE, ZERO),
+                    _value(words, 6, near, 4, FORM, MIDDLE, ZERO), _value(words, 7, near, 4, FORM, MIDDLE, ZERO))  # fmt: skip
+        return (_value(words, 0, near, 2, FORM, MIDDLE, ZERO), _value(words, 1, near, 2, FORM, MIDDLE, ZERO),
+                _value(words, 2, near, 2, FORM, MIDDLE, ZERO), _value(words, 3, near, 2, FORM, MIDDLE, ZERO),
+                _value(words, 4, near, 2, FORM, MIDDLE, ZERO), _value(words, 5, near, 2, FORM, MIDDLE, ZERO),
+                _value(words, 6, near, 2, FORM, MIDDLE, ZERO), _value(words, 7, near, 2, FORM, MIDDLE, ZERO),
+                _value(words, 8, near, 2, FORM, MIDDLE, ZERO), _value(words, 9, near, 2, FORM, MIDDLE, ZERO),
+                _value(words, 10, near, 2, FORM, MIDDLE, ZERO), _value(words, 11, near, 2, FORM, MIDDLE, ZERO),
+                _value(words, 12, near, 2, FORM, MIDDLE, ZERO), _value(words, 13, near, 2, FORM, MIDDLE, ZERO),
+                _value(words, 14, near, 2, FORM, MIDDLE, ZERO), _value(words, 15, near, 2, FORM, MIDDLE, ZERO))  # fmt: skip
+    if FORM == 1:
+        return tl.inline_asm_elementwise(_NF4, _OUT8, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+    if FORM > 1:
         return tl.inline_asm_elementwise(_E2M1, _OUT8, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     if BITS == 4:
         return tl.inline_asm_elementwise(_INT4 if ZERO else _INT4_CENTRED, _OUT8, [words], dtype=(tl.bfloat16,) * 8, is_pure=True,
@@ -111,9 +152,12 @@ def _values(words, BITS: tl.constexpr, FORM: tl.constexpr, MIDDLE: tl.constexpr,
 
 
 @triton.jit
-def _value(words, place: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr):
+def _value(words, place: tl.constexpr, table_ptr, BITS: tl.constexpr, FORM: tl.constexpr, MIDDLE: tl.constexpr,
+           ZERO: tl.constexpr):  # fmt: skip
     code = (words >> (BITS * place)) & ((1 << BITS) - 1)
-    if FORM > 0:
+    if FORM == 1:
+        return tl.load(table_ptr + code).to(tl.bfloat16)
+    if FORM > 1:
         return decode_e2m1(code).to(tl.bfloat16)
     return (code + (128 if ZERO else -MIDDLE)).to(tl.float32).to(tl.bfloat16)
 
@@ -158,7 +202,8 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, divisor_ptr, bias_ptr, y_ptr, tiles
           BITS: tl.constexpr, FORM: tl.constexpr, MIDDLE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
           ZERO: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr, BM: tl.constexpr,
           BN: tl.constexpr):  # fmt: skip
-    """As `triton._gemm` for x in bf16: steps of SPAN inputs; GROUP 0: one scale per row. FORM 3: an E4M3 scale for each place."""
+    """As `triton._gemm` for x in bf16: steps of SPAN inputs; GROUP 0: one scale per row. FORM 3: an E4M3 scale for each place;
+    FORM 1: `divisor_ptr` is NF4's table."""
     PLACES: tl.constexpr = 32 // BITS
     WIDE: tl.constexpr = SPAN // PLACES
     TOGETHER: tl.constexpr = PLACES if GROUP == 0 or GROUP > SPAN or FORM == 3 else GROUP // WIDE
@@ -176,7 +221,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, divisor_ptr, bias_ptr, y_ptr, tiles
     if GROUPED:
         stop = tl.where(first < end, stop, 0)
     for step in range(part * steps, stop):
-        values = _values(tl.load(w_row + step * WIDE), BITS, FORM, MIDDLE, ZERO)
+        values = _values(tl.load(w_row + step * WIDE), divisor_ptr, BITS, FORM, MIDDLE, ZERO)
         product = tl.zeros([BN, BM], tl.float32)
         for place in tl.static_range(PLACES):
             at = _group_at(step, place, SPAN, WIDE, GROUP)
@@ -254,7 +299,10 @@ def _dequantize(w_ptr, scale_ptr, zero_ptr, divisor_ptr, y_ptr, N, K, num_groups
         first = tl.program_id(1) * SPAN + place * WIDE
         at = n * num_groups + first // group
         code = (words >> (BITS * place)) & ((1 << BITS) - 1)
-        value = decode_e2m1(code) if FORM > 0 else code.to(tl.float32)
+        if FORM == 1:
+            value = tl.load(divisor_ptr + code)
+        else:
+            value = decode_e2m1(code) if FORM > 1 else code.to(tl.float32)
         if ZERO:
             value -= tl.load(zero_ptr + at, inside, 0).to(tl.float32)[:, None]
         elif FORM == 0:
@@ -267,13 +315,14 @@ def _dequantize(w_ptr, scale_ptr, zero_ptr, divisor_ptr, y_ptr, N, K, num_groups
         tl.store(to, (value * scale[:, None]).to(y_ptr.dtype.element_ty), inside[:, None])
 
 
-_FORMS = {"int": 0, "nvfp4": 3, "e2m1": 4}
+_FORMS = {"int": 0, "nf4": 1, "nvfp4": 3, "e2m1": 4}
 
 
 def _tensors(w: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Words, scales, zero points, divisors; what is not there is anything."""
+    """Words, scales, zero points, divisors (NF4: its table); what is not there is anything."""
     scale = w.scale.view(torch.uint8) if w.form == "nvfp4" else w.scale
-    return w.data.view(torch.int32), scale, w.data if w.zero is None else w.zero, scale if w.divisor is None else w.divisor
+    divisor = codebook(w.data.device) if w.form == "nf4" else scale if w.divisor is None else w.divisor
+    return w.data.view(torch.int32), scale, w.data if w.zero is None else w.zero, divisor
 
 
 def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Groups | None = None) -> torch.Tensor:
@@ -284,7 +333,8 @@ def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Gr
         return y
     bm, tiles, tiles_of = row_tiles(x, groups)
     if bm <= 16:
-        candidates = [config(2, 4, BM=bm, BN=32), config(4, 3, BM=bm, BN=128)]
+        least = config(2, 3, BM=bm, BN=64) if w.form == "nf4" else config(2, 4, BM=bm, BN=32)
+        candidates = [least, config(4, 3, BM=bm, BN=128)]
     elif w.bits == 4:  # larger ones ask for more tensor memory than sm_100 has, which Triton answers with a trap
         candidates = [config(4, 3, BM=bm, BN=64), config(8, 3, BM=bm, BN=64)]
     else:
@@ -355,9 +405,10 @@ def offline_cases() -> list[Case]:
         ("int4 g32", 4, 0, 8, 256, 32, False, 16, 32, 2, 4), ("int4 affine g32", 4, 0, 0, 256, 32, True, 16, 32, 2, 4),
         ("int4 experts", 4, 0, 8, 256, 128, False, 16, 128, 4, 3), ("ternary", 2, 0, 1, 512, 0, False, 16, 32, 2, 4),
         ("ternary, many rows", 2, 0, 1, 512, 0, False, 64, 32, 4, 2), ("mxfp4", 4, 4, 0, 256, 32, False, 16, 32, 2, 4),
+        ("nf4, few rows", 4, 1, 0, 256, 64, False, 16, 64, 2, 3), ("nf4", 4, 1, 0, 256, 64, False, 64, 64, 4, 3),
         ("int2 affine g32", 2, 0, 0, 512, 32, True, 16, 32, 2, 4), ("nvfp4", 4, 3, 0, 128, 16, False, 16, 32, 2, 4),
     ]:  # fmt: skip
-        changed = {"scale_ptr": "*u8"} if form == 3 else {"scale_ptr": "*fp32"} if form == 4 else {}
+        changed = {"scale_ptr": "*u8"} if form == 3 else {"scale_ptr": "*fp32"} if form in (1, 4) else {}
         signature = {n: (kinds | changed)[n] for n in _gemm.arg_names if n in kinds}
         constants = {"BITS": bits, "FORM": form, "MIDDLE": middle, "SPAN": span, "GROUP": group, "ZERO": zero,
                      "BIAS": False, "PARTS": "few" in name, "GROUPED": "experts" in name, "BM": bm, "BN": bn}  # fmt: skip

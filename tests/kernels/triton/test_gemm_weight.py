@@ -195,7 +195,7 @@ def test_inputs_on_the_int8_grid_of_their_rows(dtype, device, rng):
 @pytest.mark.parametrize(("spec", "k", "span"), [
     ("w4g32", 512, 256), ("w4g32a", 384, 128), ("w4g128", 768, 256), ("w4", 640, 128), ("w4g64a", 1024, 256), ("mxfp4", 512, 256),
     ("mxfp4", 384, 128), ("nvfp4", 384, 128), ("w1.58", 1024, 512), ("w2g32a", 1024, 512), ("w2g64", 768, 256), ("w2g32", 512, 512),
-    ("w1", 512, 512)])  # fmt: skip
+    ("w1", 512, 512), ("nf4", 512, 256), ("nf4dq", 384, 128)])  # fmt: skip
 def test_codes_in_words(spec, k, span, device, rng):
     q, w = weight(spec, 50, k, device, rng)
     assert w.span == span and torch.equal(reference.dequantize(w), q.dequantize())
