@@ -7,6 +7,11 @@ alone, not on contexts, so a CUDA graph replays it with any contexts.
 int8 and fp8 keys are multiplied as codes; their scales, one per token and head, go onto the columns of the scores, the values'
 onto the probabilities. fp8 codes are decoded in integers on chips without a conversion of their own.
 
+Where rows are few (decoding) these codes are read as words of 32 bits, four neighbouring dimensions of a key each. The codes of
+one place in the words are a product of their own with every fourth dimension of q, whose rows are read that way once; of the
+values likewise, every fourth dimension of the output. Two words, neighbours in a key or of neighbouring keys, then give the pairs
+of bf16 that a tensor core takes, and no bytes are gathered: by count of the machine code 27 bytes a cycle, not 16.
+
 What differs from step to step (rows, parts, widths of tables) is no compile-time value: each new one would be compiled anew.
 """
 
@@ -19,12 +24,58 @@ import triton
 import triton.language as tl
 
 from karui.kernels.paged_attention import Cache, Plan
-from karui.kernels.triton_support import capability, num_processors
+from karui.kernels.triton_support import capability, interpreting, num_processors
 from karui.kernels.triton_support.codecs import decode_e4m3, encode_e4m3
 from karui.kernels.triton_support.offline import WIDE_LOADS, Case
 from karui.kernels.triton_support.products import dot
 
 _LOG2E = math.log2(math.e)
+_INTERPRETED = tl.constexpr(interpreting())
+
+
+def _int8_asm() -> str:
+    """Two words, $4 and $5 -> the bf16 pairs of each of their 4 places, of int8 codes: 128 + the low 7 bits, less 128, or 256
+    where the sign is set."""
+    lines = [".reg .b32 t<4>, s, one;", "mov.b32 one, 0x3f803f80;"]
+    lines += [f"prmt.b32 t{place}, $4, $5, 0x{(4 + place) * 0x1100 + place * 0x11:04x};" for place in range(4)]
+    for place in range(4):
+        lines += [f"lop3.b32 s, t{place}, 0x00800080, 0xc300c300, 0xea;",
+                  f"lop3.b32 t{place}, t{place}, 0x007f007f, 0x43004300, 0xea;",
+                  f"fma.rn.bf16x2 ${place}, t{place}, one, s;"]  # fmt: skip
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _e4m3_asm() -> str:
+    """The same of E4M3 codes: exponent and mantissa where bf16 has them are 2^-120 of the value. A code goes into the high byte
+    of its half; below the upper one lies the lower one's sign eight times, so that shifting by 4 leaves both signs in place."""
+    lines = [".reg .b32 t<4>, up, none;", "mov.b32 up, 0x7b807b80;", "mov.b32 none, 0x80008000;"]
+    lines += [f"prmt.b32 t{place}, $4, $5, 0x{(4 + place) * 0x1000 + (8 + place) * 0x100 + place * 0x11:04x};"
+              for place in range(4)]  # fmt: skip
+    for place in range(4):
+        lines += [f"shr.s32 t{place}, t{place}, 4;", f"and.b32 t{place}, t{place}, 0x87f087f0;",
+                  f"fma.rn.bf16x2 ${place}, t{place}, up, none;"]  # fmt: skip
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_INT8, _E4M3 = tl.constexpr(_int8_asm()), tl.constexpr(_e4m3_asm())
+
+
+@triton.jit
+def _places(words, KIND: tl.constexpr, like):
+    """The values of each place in int32 words of codes, as bf16 (like q in the interpreter); of E4M3 no NaN: the scale is it."""
+    if _INTERPRETED:
+        return (_place(words, 0, KIND).to(like.dtype), _place(words, 1, KIND).to(like.dtype),
+                _place(words, 2, KIND).to(like.dtype), _place(words, 3, KIND).to(like.dtype))  # fmt: skip
+    return tl.inline_asm_elementwise(_INT8 if KIND == 1 else _E4M3, "=r,=r,=r,=r,r,r", [words], dtype=(tl.bfloat16,) * 4,
+                                     is_pure=True, pack=2)  # fmt: skip
+
+
+@triton.jit
+def _place(words, place: tl.constexpr, KIND: tl.constexpr):
+    code = (words >> (8 * place)) & 255
+    if KIND == 1:
+        return ((code ^ 128) - 128).to(tl.float32)
+    return tl.where((code & 127) == 127, tl.where(code < 128, 480.0, -480.0), decode_e4m3(code))
 
 
 @triton.jit
@@ -41,8 +92,10 @@ def _stored(x, scale, to_ptr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(largest, KIND: tl.constexpr):
-    return tl.div_rn(tl.maximum(largest, 1e-12), 127.0 if KIND == 1 else 448.0)
+def _scale_of(x, KIND: tl.constexpr):
+    """fp32 scale of a row of values, NaN where one of them is."""
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x)), 1e-12), 127.0 if KIND == 1 else 448.0)
+    return tl.where(tl.sum((x != x).to(tl.int32)) > 0, float("nan"), scale)
 
 
 @triton.jit
@@ -54,7 +107,7 @@ def _write(k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, key_scale_ptr, value_s
         d = tl.arange(0, DP)
         k = tl.load(k_ptr + t * k_token + g * k_head + d, d < D, 0.0).to(tl.float32)
         v = tl.load(v_ptr + t * v_token + g * v_head + d, d < D, 0.0).to(tl.float32)
-        k_scale, v_scale = _scale_of(tl.max(tl.abs(k)), KIND), _scale_of(tl.max(tl.abs(v)), KIND)
+        k_scale, v_scale = _scale_of(k, KIND), _scale_of(v, KIND)
         at = slot * slot_stride + g * head_stride + d
         tl.store(keys_ptr + at, _stored(k, k_scale, keys_ptr, KIND), d < D)
         tl.store(values_ptr + at, _stored(v, v_scale, values_ptr, KIND), d < D)
@@ -97,7 +150,7 @@ def _enter(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, 
         if slot >= 0:
             g = tl.where(is_value, head - A - G, head - A)
             cache_ptr = values_ptr if is_value else keys_ptr
-            scale = _scale_of(tl.maximum(tl.max(tl.abs(low)), tl.max(tl.abs(high))), KIND)
+            scale = _scale_of(tl.join(low, high), KIND)
             to = cache_ptr + slot * slot_stride + g * head_stride + d
             tl.store(to, _stored(low, scale, keys_ptr, KIND), inside)
             tl.store(to + HALF, _stored(high, scale, keys_ptr, KIND), inside)
@@ -121,8 +174,12 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             positions_ptr, out_ptr, top_ptr, sum_ptr, T, q_token, q_head, slot_stride, head_stride, scale_slot, table_stride,
             factor, window, rows, tiles, parts, BLOCK: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr,
             HARD: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SPLIT: tl.constexpr,
-            D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Program (sequence and tile of `rows` rows, key head, part); tile row r is row r // GROUP of the tile, head r % GROUP."""
+            WORDS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Program (sequence and tile of `rows` rows, key head, part); tile row r is row r // GROUP of the tile, head r % GROUP.
+
+    WORDS: keys and values are int32 words of four codes, their strides in words.
+    """
+    EACH: tl.constexpr = 4 if WORDS else 1
     s, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     g, part = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + s)
@@ -131,13 +188,16 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
     if first < num_rows:
         context = tl.load(contexts_ptr + s)
         before = context - num_rows
-        r, d = tl.arange(0, BM), tl.arange(0, DP)
+        r, d = tl.arange(0, BM), tl.arange(0, DP // EACH)
         i = first + r // GROUP
         real = (i < num_rows) & (r < rows * GROUP)
         head = g * GROUP + r % GROUP
         row = (start + i).to(tl.int64)
-        mask = real[:, None] & (d[None, :] < D)
-        q = tl.load(q_ptr + row[:, None] * q_token + head[:, None] * q_head + d[None, :], mask, 0.0)
+        mask = real[:, None] & (d[None, :] < D // EACH)
+        q_row = q_ptr + row[:, None] * q_token + head[:, None] * q_head + d[None, :] * EACH
+        q = tl.load(q_row, mask, 0.0)
+        if WORDS:
+            q1, q2, q3 = tl.load(q_row + 1, mask, 0.0), tl.load(q_row + 2, mask, 0.0), tl.load(q_row + 3, mask, 0.0)
         word = i * 0
         if TREE:
             word = tl.load(tree_ptr + row, real, 0)
@@ -146,7 +206,9 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             place = tl.load(positions_ptr + row, real, 0)
         top = tl.full([BM], float("-inf"), tl.float32)
         total = tl.zeros([BM], tl.float32)
-        acc = tl.zeros([BM, DP], tl.float32)
+        acc = tl.zeros([BM, DP // EACH], tl.float32)
+        if WORDS:
+            acc1, acc2, acc3 = acc, acc, acc
         # the keys that any row of the tile sees, in equal parts of whole tiles
         begin = 0
         end = context if TREE else tl.minimum(before + first + rows, context)
@@ -160,9 +222,14 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             block = tl.load(tables_ptr + s * table_stride + j // BLOCK, j < end, 0).to(tl.int64)
             slot = block * BLOCK + j % BLOCK
             where = slot[:, None] * slot_stride + g * head_stride + d[None, :]
-            inside = (j[:, None] < end) & (d[None, :] < D)
-            k = _operand(tl.load(keys_ptr + where, inside, 0), KIND, HARD, q)
-            scores = dot(q, k.T, tl.zeros([BM, BN], tl.float32), "tf32x3") * factor
+            inside = (j[:, None] < end) & (d[None, :] < D // EACH)
+            k = tl.load(keys_ptr + where, inside, 0)
+            if WORDS:
+                k, k1, k2, k3 = _places(k, KIND, q)
+                scores = dot(q1, k1.T, dot(q, k.T, tl.zeros([BM, BN], tl.float32)))
+                scores = dot(q3, k3.T, dot(q2, k2.T, scores)) * factor
+            else:
+                scores = dot(q, _operand(k, KIND, HARD, q).T, tl.zeros([BM, BN], tl.float32), "tf32x3") * factor
             if KIND != 0:
                 scores *= tl.load(key_scale_ptr + slot * scale_slot + g, j < end, 0.0)[None, :]
             own = j[None, :] - before
@@ -186,9 +253,20 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             total = total * shrink + tl.sum(p, 1)
             if KIND != 0:
                 p *= tl.load(value_scale_ptr + slot * scale_slot + g, j < end, 0.0)[None, :]
-            v = _operand(tl.load(values_ptr + where, inside, 0), KIND, HARD, q)
-            acc = dot(p.to(v.dtype), v, acc * shrink[:, None], "tf32x3")
+            v = tl.load(values_ptr + where, inside, 0)
+            if WORDS:
+                p = p.to(q.dtype)
+                v, v1, v2, v3 = _places(v, KIND, q)
+                acc, acc1 = dot(p, v, acc * shrink[:, None]), dot(p, v1, acc1 * shrink[:, None])
+                acc2, acc3 = dot(p, v2, acc2 * shrink[:, None]), dot(p, v3, acc3 * shrink[:, None])
+            else:
+                v = _operand(v, KIND, HARD, q)
+                acc = dot(p.to(v.dtype), v, acc * shrink[:, None], "tf32x3")
             top = bigger
+        if WORDS:  # the places side by side: dimension 4 e + place
+            acc = tl.join(tl.join(acc, acc2), tl.join(acc1, acc3)).reshape([BM, DP])
+            d = tl.arange(0, DP)
+            mask = real[:, None] & (d[None, :] < D)
         if not SPLIT:
             out = out_ptr + (row[:, None] * HEADS + head[:, None]) * D + d[None, :]
             tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask)
@@ -280,9 +358,10 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
     partial = torch.empty(parts, tokens, heads, width, device=q.device) if parts > 1 else out
     # each from an allocation of its own: where it begins is then known to be aligned
     top, total = (torch.empty(parts, tokens, heads, device=q.device) if parts > 1 else partial for _ in range(2))
-    keys, values = _bytes(cache.keys), _bytes(cache.values)
-    key_scale, value_scale = (keys, values) if cache.key_scale is None else (cache.key_scale, cache.value_scale)
     kind, on_gpu = _KINDS.get(cache.keys.dtype, 0), q.device.type == "cuda"
+    words = kind > 0 and bm <= _FEW and padded >= 64 and width % 4 == 0 and (q.dtype == torch.bfloat16 or not on_gpu)
+    keys, values = (x.view(torch.int32) if words else _bytes(x) for x in (cache.keys, cache.values))
+    key_scale, value_scale = (keys, values) if cache.key_scale is None else (cache.key_scale, cache.value_scale)
     _attend[(sequences * tiles, kv_heads, parts)](
         q, keys, values, key_scale, value_scale, plan.query_starts, plan.contexts, plan.block_tables,
         plan.query_starts if plan.tree is None else plan.tree,
@@ -290,12 +369,15 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
         keys.stride(0), keys.stride(1), key_scale.stride(0), plan.block_tables.stride(0), scaling * _LOG2E, window or 0, rows,
         tiles, parts, BLOCK=plan.block_size, GROUP=group, HEADS=heads, KIND=kind,
         HARD=kind == 2 and on_gpu and capability(q.device) >= 89, TREE=plan.tree is not None, WINDOW=window is not None,
-        POSITIONS=window is not None and plan.positions is not None, SPLIT=parts > 1, D=width, DP=padded, BM=bm,
-        BN=bn if on_gpu else 16, num_warps=4, num_stages=stages)  # fmt: skip
+        POSITIONS=window is not None and plan.positions is not None, SPLIT=parts > 1, WORDS=words, D=width, DP=padded,
+        BM=bm, BN=bn << words if on_gpu else 16, num_warps=4, num_stages=stages)  # fmt: skip
     if parts > 1:
         _merge[(tokens * heads,)](partial, top, total, out, tokens * heads, parts, PARTS=triton.next_power_of_2(parts), D=width,
                                   DP=padded, num_warps=4)  # fmt: skip
     return out
+
+
+_FEW = 32  # rows-times-heads of a tile that reads codes as words: below what Hopper's products of four warps take
 
 
 def _tiles(width: int, single: bool) -> tuple[int, int, int]:
@@ -318,21 +400,24 @@ def offline_cases() -> list[Case]:
             **{n: "i32" for n in names}}  # fmt: skip
     cases = []
     for name, kind, dtype, rows, tree, split in [
-        ("decode bf16", 0, "*bf16", 1, False, True), ("decode int8", 1, "*i8", 1, False, True),
-        ("decode fp8", 2, "*u8", 1, False, True), ("verify 16 rows", 0, "*bf16", 16, True, True),
+        ("decode bf16", 0, "*bf16", 1, False, True), ("decode int8", 1, "*i32", 1, False, True),
+        ("decode fp8", 2, "*i32", 1, False, True), ("verify 8 rows fp8", 2, "*i32", 8, True, True),
+        ("decode int8, heads of 64", 1, "*i32", 1, False, True), ("decode fp8, heads of 256", 2, "*i32", 4, False, True),
+        ("prefill int8", 1, "*i8", 16, False, False), ("verify 16 rows", 0, "*bf16", 16, True, True),
         ("prefill", 0, "*bf16", 16, False, False), ("widest tile", 2, "*u8", 32, False, False),
         ("heads of 256", 2, "*u8", 16, False, False), ("fp32", 0, "*fp32", 8, False, False),
         ("fp32, heads of 256", 0, "*fp32", 4, False, False),
     ]:  # fmt: skip
-        query, width = "*fp32" if "fp32" in name else "*bf16", 256 if "256" in name else 128
+        query, width = "*fp32" if "fp32" in name else "*bf16", 256 if "256" in name else 64 if "64" in name else 128
         _, bn, stages = _tiles(width, query == "*fp32")
         types = base | {"q_ptr": query, "keys_ptr": dtype, "values_ptr": dtype} | ({} if split else {"out_ptr": query})
-        for hard in (False, True) if kind == 2 else (False,):
+        words = dtype == "*i32"
+        for hard in (False, True) if kind == 2 and not words else (False,):
             constants = {"BLOCK": 16, "GROUP": 4, "HEADS": 32, "KIND": kind, "HARD": hard, "TREE": tree, "WINDOW": False,
-                         "POSITIONS": False, "SPLIT": split, "D": width, "DP": width, "BM": max(16, 4 * rows),
-                         "BN": bn}  # fmt: skip
-            at = {cc: p for cc, p in (bf16 if query == "*bf16" else tf32).items() if kind != 2 or (cc >= 89) == hard}
-            quick = (90,) if name in ("decode int8", "verify 16 rows") else ()
+                         "POSITIONS": False, "SPLIT": split, "WORDS": words, "D": width, "DP": width, "BM": max(16, 4 * rows),
+                         "BN": bn << words}  # fmt: skip
+            at = {cc: p for cc, p in (bf16 if query == "*bf16" else tf32).items() if kind != 2 or words or (cc >= 89) == hard}
+            quick = (90,) if name in ("decode int8", "decode fp8", "verify 16 rows") else ()
             cases.append(Case(f"paged_attention {name}{' by the chip' if hard else ''}", _attend, types, constants, at, 4, stages,
                               odd, quick))  # fmt: skip
     cases.append(Case("paged_attention merge", _merge, {f"{n}_ptr": "*fp32" for n in ("part", "top", "sum")} | {

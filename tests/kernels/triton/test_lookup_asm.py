@@ -1,7 +1,7 @@
 """The inline assembly of `gemm_weight`, which neither the interpreter nor an absent GPU runs, read instruction by instruction.
 
-`run` follows the PTX manual for the few instructions that the blocks hold: shl, shr, and, mov, fma of bf16 pairs, lop3 with 0xea = (a & b) | c,
-and prmt in its default mode, where a selector's digit is 0..7 (with its fourth bit set the sign would be repeated: refused here).
+`run` follows the PTX manual for the few instructions that the blocks hold: shl, shr, and, xor, mov, fma of bf16 pairs, lop3 with
+0xea = (a & b) | c or 0xe4 = (a & c) | (b & ~c), and prmt in its default mode, where a selector's digit is 0..7, with its fourth bit set the sign of that byte eight times.
 """
 
 import random
@@ -15,10 +15,12 @@ pytest.importorskip("triton")
 
 from karui.kernels.gemm_weight import triton as kernels
 from karui.kernels.gemm_weight import words
+from karui.kernels.paged_attention import triton as attention
 from karui.kernels.quantize.elements import E2M1, values
 from karui.kernels.quantize.nf4 import CODEBOOK
 
 E2M1_VALUES = values(E2M1).tolist()
+NF4_VALUES = torch.tensor(CODEBOOK).to(torch.bfloat16).tolist()
 
 
 def bf16(bits):
@@ -36,8 +38,10 @@ def fma(a, b, c):
     return out
 
 
-def run(assembly, *words, first=4):
+def run(assembly, *words, first=4, lane=31):
     held = {f"${first + i}": word for i, word in enumerate(words)}
+
+    held["%lanemask_lt"] = 2**lane - 1
 
     def value(name):
         return held[name] if name in held else int(name, 0)
@@ -45,26 +49,29 @@ def run(assembly, *words, first=4):
     for line in assembly.strip("{}\n").split("\n"):
         if line.startswith(".reg"):
             continue
-        name, arguments = re.fullmatch(r"(\w+)\.\S+ (.*);", line).groups()
+        name, kind, arguments = re.fullmatch(r"(\w+)\.(\S+) (.*);", line).groups()
         to, *given = arguments.split(", ")
         a, b, c, table = (list(map(value, given)) + [0] * 4)[:4]
         if name == "mov":
             out = a
         elif name == "shr":
-            out = a >> b
+            out = (a - (a >> 31 << 32) if kind == "s32" else a) >> b
         elif name == "shl":
             out = a << b
         elif name == "and":
             out = a & b
+        elif name == "xor":
+            out = a ^ b
         elif name == "fma":
             out = fma(a, b, c)
         elif name == "lop3":
-            assert table == 0xEA
-            out = (a & b) | c
+            assert table in (0xEA, 0xE4)
+            out = (a & b) | c if table == 0xEA else (a & c) | (b & ~c)
         else:
-            assert name == "prmt" and not c & 0x8888
+            assert name == "prmt"
             both = (b << 32 | a).to_bytes(8, "little")
-            out = int.from_bytes(bytes(both[c >> 4 * i & 7] for i in range(4)), "little")
+            picked = [(both[c >> 4 * i & 7], c >> 4 * i & 8) for i in range(4)]
+            out = int.from_bytes(bytes((byte >> 7) * 255 if sign else byte for byte, sign in picked), "little")
         held[to] = out & 0xFFFFFFFF
     return [held[f"${i}"] for i in range(first)]
 
@@ -83,7 +90,7 @@ def test_every_code_at_every_place(name, entries):
 
 WORDS = {
     "_INT4": (4, lambda c: 128 + c), "_INT4_CENTRED": (4, lambda c: c - 8), "_INT2": (2, lambda c: 128 + c), "_INT2_CENTRED": (2, lambda c: c - 2),
-    "_TERNARY": (2, lambda c: c - 1), "_E2M1": (4, lambda c: E2M1_VALUES[c]),
+    "_TERNARY": (2, lambda c: c - 1), "_E2M1": (4, lambda c: E2M1_VALUES[c]), "_NF4": (4, lambda c: NF4_VALUES[c]),
 }  # fmt: skip
 
 
@@ -92,7 +99,7 @@ def test_every_place_of_two_words(name):
     draw, (bits, value) = random.Random(0), WORDS[name]
     for _ in range(200):
         pair = [draw.randrange(2**32) for _ in range(2)]
-        for place, out in enumerate(run(getattr(words, name).value, *pair, first=32 // bits)):
+        for place, out in enumerate(run(getattr(words, name).value, *pair, first=32 // bits, lane=draw.randrange(32))):
             assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [value(w >> bits * place & 2**bits - 1) for w in pair]
 
 
@@ -102,6 +109,21 @@ def test_every_place_of_four_words():
         four = [draw.randrange(2**32) for _ in range(4)]
         for place, out in enumerate(run(words._CODES2.value, *four, first=16)):
             assert list(out.to_bytes(4, "little")) == [w >> 2 * place & 3 for w in four]
+
+
+@pytest.mark.parametrize("name", ["_INT8", "_E4M3"])
+def test_every_place_of_two_words_of_keys(name):
+    """All codes but E4M3's NaN, which the caches' scales take over."""
+    value = (lambda c: c - (c >> 7 << 8)) if name == "_INT8" else torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist().__getitem__
+    codes = [c for c in range(256) if name == "_INT8" or c & 127 != 127]
+    draw = random.Random(0)
+    for _ in range(4):
+        draw.shuffle(codes)
+        for i in range(0, len(codes) // 8 * 8, 8):
+            pair = [int.from_bytes(bytes(codes[at : at + 4]), "little") for at in (i, i + 4)]
+            for place, out in enumerate(run(getattr(attention, name).value, *pair)):
+                got = [bf16(out & 0xFFFF), bf16(out >> 16)]
+                assert got == [value(codes[i + place]), value(codes[i + 4 + place])]
 
 
 def test_a_zero_point_leaves_and_a_scale_comes_exactly():
@@ -115,10 +137,11 @@ def test_a_zero_point_leaves_and_a_scale_comes_exactly():
             assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [E2M1_VALUES[code] * scale, -6 * scale]
 
 
-@pytest.mark.parametrize("name", ["_ASM", "_NF4_ASM", "_E2M1_ASM", *WORDS, "_CODES2", "_LESS", "_TIMES"])
+@pytest.mark.parametrize("name", ["_ASM", "_NF4_ASM", "_E2M1_ASM", *WORDS, "_CODES2", "_LESS", "_TIMES", "_INT8", "_E4M3"])
 def test_inputs_are_read_before_an_output_is_written(name):
     """Nothing keeps a compiler from giving an output the register of an input."""
-    lines = getattr(words if hasattr(words, name) else kernels, name).value.strip("{}\n").split("\n")
+    home = next(module for module in (words, attention, kernels) if hasattr(module, name))
+    lines = getattr(home, name).value.strip("{}\n").split("\n")
     read = [re.findall(r"\$(\d+)", line.split(",", 1)[-1]) for line in lines]
     written = [re.search(r"^\S+ \$(\d+),", line) for line in lines]
     outputs = {found.group(1) for found in written if found}

@@ -57,6 +57,30 @@ def test_decode(dtype, device, rng):
     compare(q if exact else q.bfloat16(), cache, plan, bound=1e-5 if exact else 2e-2)
 
 
+@pytest.mark.parametrize("width", [64, 76])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_in_words(dtype, width, device, rng):
+    """Four dimensions in a word of 32 bits: split keys, a window, a tree, a width that does not fill its tile."""
+    cache = filled(make_cache(dtype, 2, width, device), device, rng)
+    exact = device.type == "cpu"
+    q = torch.randn(3, 6, width, generator=rng, device=device)
+    q = q if exact else q.bfloat16()
+    compare(q, cache, make_plan([1, 1, 1], [1, 53, 16], device, rng), bound=1e-5 if exact else 2e-2)
+    compare(q, cache, make_plan([1, 1, 1], [1, 53, 16], device, rng), window=9, bound=1e-5 if exact else 2e-2)
+    words = tree_words([torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])], [3]).to(device)
+    compare(q, cache, make_plan([3], [29], device, rng, words), bound=1e-5 if exact else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_what_is_not_a_number_stays_none(dtype, device, rng):
+    """A code cannot say so in every format, the scale does."""
+    k, v = (torch.randn(2, 1, 64, generator=rng, device=device) for _ in range(2))
+    k[1, 0, 5] = float("nan")
+    cache = make_cache(dtype, 1, 64, device)
+    write_kv(k, v, torch.tensor([8, 9], dtype=torch.int32, device=device), cache, "triton")
+    assert cache.key_scale[8:10, 0].isnan().tolist() == [False, True] and not cache.value_scale.isnan().any()
+
+
 def test_verification_of_a_tree(device, rng):
     cache = filled(make_cache(torch.float16, 1, 16, device), device, rng)
     mask = torch.eye(5, dtype=torch.bool)
