@@ -6,7 +6,7 @@ H hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,8 @@ class StepBatch:
         slots: [T] where the token's key and value are written: block * block_size + offset.
         query_starts: [S+1] sequence s owns rows query_starts[s] .. query_starts[s+1].
         context_lens: [S] keys each sequence sees after this step, its own new tokens included.
-        block_tables: [S, B] block ids; entries past the context are 0 and not read.
+        block_tables: [S, B] block ids; entries past the context are 0 and not read. Those of blocks that no row sees (behind a
+            window) are the number of the sequence's first block that is seen.
         logit_rows: [L] rows of the step whose logits are wanted.
         tree_masks: per sequence None (causal) or a bool [q, q] mask among the step's own q rows (tree verification);
             rows always see the whole context before the step.
@@ -33,6 +34,7 @@ class StepBatch:
         states: [R, 4] of hybrid models, else None: first row, row after the last, the page of recurrent states before them, the
             page to write behind them. A sequence's runs follow each other; page 0 is the beginning of a text.
         aux_layers: return the residual stream entering these layers for every row (EAGLE-3), empty for none.
+        others: slots and block tables of the groups of layers behind the first, see `cache/groups.py`; empty where there is one.
     """
 
     tokens: torch.Tensor
@@ -47,6 +49,7 @@ class StepBatch:
     states: torch.Tensor | None = None
     want_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
+    others: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -92,6 +95,10 @@ class Runner(Protocol):
 
     A runner of a hybrid model has besides: `state_bytes`, of a page of recurrent states, 0 for other models;
     `allocate_states(n)`, pages 1 to n to be read and written, page 0 is zeros.
+
+    One whose layers have windows can have `kv_groups(kv_dtype)`, the groups of layers whose blocks come and go together; without
+    it all blocks are kept. Where there are several it takes them in `allocate(..., groups=)`, and a block is then `groups.size`
+    layers; `read_slots` and `write_slots` have that many layers, too.
     """
 
     config: ModelConfig

@@ -122,19 +122,21 @@ class Engine:
             runner, memory, max_sequences, 0 if speculation is None else speculation.config.k)
         if num_pages and speculation is not None:
             speculation.check_recurrent()
+        self.groups = groups = kv_memory.groups(runner, self.kv_dtype)
         num_blocks, self.max_context, num_staged = kv_memory.plan(
             runner, self.kv_dtype, memory, max_context, context_limit(self.config), max_sequences, block_size,
-            max_tokens_per_step)
+            max_tokens_per_step, groups)
         if num_staged and speculation is not None:
             speculation.check_chains(self.kv_dtype)
-        runner.allocate(num_blocks, block_size, self.kv_dtype, *([num_staged] if num_staged else []))
+        apart: dict[str, Any] = {"groups": groups} if len(groups) > 1 else {}
+        runner.allocate(num_blocks, block_size, self.kv_dtype, *([num_staged] if num_staged else []), **apart)
         self._settles = bool(num_staged)
         self.pool = BlockPool(num_blocks, block_size, HashedIndex())
         if num_pages:
             hybrid: Any = runner
             hybrid.allocate_states(num_pages)
         self.scheduler = Scheduler(self.pool, max_tokens_per_step, max_sequences, self.max_context, on_preempt=_forget_drafts,
-                                   states=StatePool(num_pages) if num_pages else None)
+                                   states=StatePool(num_pages) if num_pages else None, windows=groups.windows)
         self.version: int | str = 0
         self.speculation = speculation
         self._backend = None if tokenizer is None else backend_of(tokenizer)
@@ -145,7 +147,7 @@ class Engine:
         self._deltas: list[tuple[Group, Delta]] = []
         self._lock = threading.RLock()
         self._arrivals, self._names, self._loads = itertools.count(), itertools.count(), itertools.count()
-        self._rows = np.zeros((3, max_tokens_per_step), dtype=np.int32)  # tokens, positions, slots of the step
+        self._rows = np.zeros((2 + len(groups), max_tokens_per_step), dtype=np.int32)  # tokens, positions, slots of the step
         # torch's OpenMP threads spin between the native runner's calls and double its step time.
         self._one_thread = not isinstance(runner, TorchRunner)
         self._dense_weight = dense_weight
@@ -276,9 +278,11 @@ class Engine:
         tokens = self.encode(prompt)
         handoff.check_plain(self.config)
         with self._lock:
-            count, data, scale = handoff.read(self.pool, self.runner, tokens, self._namespace(None, cache_salt))
+            count, data, scale, starts = handoff.read(self.pool, self.runner, self.groups, tokens,
+                                                      self._namespace(None, cache_salt))
             return handoff.Prefix(tokens=tuple(tokens[:count]), data=data, scale=scale, kv_dtype=self.kv_dtype, model=self.model,
-                                  version=str(self.version), cache_salt=cache_salt, block_size=self.pool.block_size)
+                                  version=str(self.version), cache_salt=cache_salt, block_size=self.pool.block_size,
+                                  starts=starts)
 
     def import_prefix(self, prefix: handoff.Prefix) -> int:
         """Put what another engine exported into the prefix cache; returns how many of its tokens are there then. Requests that
@@ -291,7 +295,7 @@ class Engine:
         handoff.check_plain(self.config)
         with self._lock:
             prefix.check(self.config, self.kv_dtype, self.model, str(self.version), self.pool.block_size)
-            return handoff.write(self.pool, self.runner, prefix, self._namespace(None, prefix.cache_salt))
+            return handoff.write(self.pool, self.runner, self.groups, prefix, self._namespace(None, prefix.cache_salt))
 
     # -- weights
 
@@ -465,7 +469,7 @@ class Engine:
             drafts["nodes"] = min(drafts["nodes"], room)
         size = self.pool.block_size
         rows, width = [work.sequence.table_row for work in plan.works], max(-(-a.reach // size) for a in alone)
-        tables = np.ascontiguousarray(self.scheduler.tables[rows, :width])
+        tables = np.ascontiguousarray(self.scheduler.tables[0, rows, :width])
         gained = runner.decode(alone, tables, rounds, _gain(rounds, drafts), aux_layers, drafts)
         if not gained.rounds:
             return False
@@ -502,7 +506,7 @@ class Engine:
     def _batch(self, plan: Plan) -> StepBatch:
         """The step for the runner."""
         size, tables = self.pool.block_size, self.scheduler.tables
-        tokens, positions, slots = self._rows
+        tokens, positions, slots = self._rows[0], self._rows[1], self._rows[2:]
         starts, contexts, rows, adapters, masks = [0], [], [], [], []
         states: list[tuple[int, int, int, int]] = []
         wanted: list[int] = []
@@ -511,19 +515,22 @@ class Engine:
             s, count, first = work.sequence, work.count, work.sequence.num_computed
             mask = None
             if count == 1:
-                tokens[at], positions[at], slots[at] = s.tokens[first], first, s.blocks[first // size] * size + first % size
+                tokens[at], positions[at] = s.tokens[first], first
+                for group, own in enumerate(s.blocks):
+                    slots[group, at] = own[first // size] * size + first % size
                 at += 1
                 if work.drafted:
                     n, tree = len(s.draft), s.draft.tree()
                     index = np.arange(first + 1, first + 1 + n, dtype=np.int32)
-                    tokens[at:at + n], slots[at:at + n] = s.draft.tokens, tables[s.table_row, index // size] * size + index % size
+                    tokens[at:at + n] = s.draft.tokens
+                    slots[:, at:at + n] = tables[:, s.table_row, index // size] * size + index % size
                     positions[at:at + n] = np.asarray(tree.depths[1:], dtype=np.int32) + first
                     mask = None if s.draft.parents is None else tree.mask
                     at, count = at + n, 1 + n
             else:
                 index = np.arange(first, first + count, dtype=np.int32)
                 tokens[at:at + count], positions[at:at + count] = s.tokens[first:first + count], index
-                slots[at:at + count] = tables[s.table_row, index // size] * size + index % size
+                slots[:, at:at + count] = tables[:, s.table_row, index // size] * size + index % size
                 at += count
             if s.writes:
                 states += _state_runs(s, at - count)
@@ -536,9 +543,11 @@ class Engine:
             rows.append(s.table_row)
             masks.append(mask)
             adapters.append(self._adapter(s))
+        seen = [torch.from_numpy(table[rows, :-(-max(contexts) // size)]) for table in tables]
         return StepBatch(
-            torch.from_numpy(tokens[:at]), torch.from_numpy(positions[:at]), torch.from_numpy(slots[:at]), _ints(starts),
-            _ints(contexts), torch.from_numpy(tables[rows, :-(-max(contexts) // size)]), _ints(wanted),
+            torch.from_numpy(tokens[:at]), torch.from_numpy(positions[:at]), torch.from_numpy(slots[0, :at]), _ints(starts),
+            _ints(contexts), seen[0], _ints(wanted),
+            others=[(torch.from_numpy(to[:at]), table) for to, table in zip(slots[1:], seen[1:])],
             tree_masks=masks if any(m is not None for m in masks) else None,
             adapters=_ints(adapters) if max(adapters) >= 0 else None,
             states=_ints(states) if states else None,
@@ -644,8 +653,9 @@ class Engine:
         logits = None if live.fast and not speculation.typical(live.params) else rows.many(span)
         verdict, row_tokens, chances = speculation.verify(live, draft, logits, rows.best[span])
         taken = rows_of(verdict)
-        slot = [s.blocks[p // size] * size + p % size for p in range(first, first + 1 + len(draft))]
-        moves += [(slot[r], slot[i]) for i, r in enumerate(taken) if r != i]
+        for own in s.blocks:
+            slot = [own[p // size] * size + p % size for p in range(first, first + 1 + len(draft))]
+            moves += [(slot[r], slot[i]) for i, r in enumerate(taken) if r != i]
         s.tokens += verdict.tokens
         s.draft = None
         self.scheduler.computed(s, len(taken))
@@ -822,7 +832,9 @@ class Engine:
 
     @property
     def _capacity(self) -> int:
-        return self.pool.num_blocks * self.pool.block_size
+        """Tokens of the longest sequence that the blocks hold."""
+        count, size = self.pool.num_blocks, self.pool.block_size
+        return self.groups.capacity(count, self.scheduler.max_tokens, size, max(self.max_context, count * size))
 
     def _cancel(self, groups: list[Group]) -> None:
         with self._lock:

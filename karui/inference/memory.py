@@ -9,6 +9,7 @@ import torch
 
 from karui.configs.errors import KaruiError
 from karui.inference.batch import Runner
+from karui.inference.cache.groups import LayerGroups, one_group
 
 logger = logging.getLogger(__name__)
 
@@ -65,35 +66,52 @@ def plan_states(runner: Runner, memory: int | str | None, max_sequences: int, dr
     return pages, sequences, budget - (pages + 1) * per_page  # and the page of zeros
 
 
+def groups(runner: Runner, kv_dtype: str) -> LayerGroups:
+    """The runner's groups of layers; all together, with all their keys, where it has none."""
+    found = getattr(runner, "kv_groups", None)
+    return one_group(runner.config.num_kv_layers) if found is None else found(kv_dtype)
+
+
 def plan(runner: Runner, kv_dtype: str, memory: int | str | None, max_context: int | None, model_context: int,
-         max_sequences: int, block_size: int, max_tokens: int = 0) -> tuple[int, int, int]:
+         max_sequences: int, block_size: int, max_tokens: int = 0, groups: LayerGroups | None = None) -> tuple[int, int, int]:
     """(number of blocks, context length, how many blocks can be unfinished at once where a format keeps those besides, else 0).
 
     Raises `KaruiError` when the budget cannot hold what was asked for. max_tokens: rows of a step.
     """
     if max_context is not None and not 2 <= max_context <= model_context:
         raise KaruiError(f"max_context is {max_context:,}; this model's positions reach from 2 to {model_context:,}.")
-    per_token = runner.kv_bytes_per_token(kv_dtype)
+    groups = one_group(runner.config.num_kv_layers) if groups is None else groups
+    layers, count = runner.config.num_kv_layers, len(groups)
+    staged_of = getattr(runner, "kv_staged_bytes_per_token", lambda _: 0)
+    # of a token in a block, which is as many layers as a group has
+    per_token, staged = (size * groups.size // layers for size in (runner.kv_bytes_per_token(kv_dtype), staged_of(kv_dtype)))
     budget = default_budget(torch.device(getattr(runner, "device", "cpu"))) if memory is None else parse_bytes(memory)
-    staged = getattr(runner, "kv_staged_bytes_per_token", lambda _: 0)(kv_dtype)
     # Each running sequence has an unfinished block, and one more that its rows of a step begin, besides the blocks they fill.
-    unfinished = 2 * max_sequences + -(-max_tokens // block_size) if staged else 0
+    unfinished = count * (2 * max_sequences + -(-max_tokens // block_size)) if staged else 0
     affordable = budget // ((per_token + staged) * block_size)
     if affordable > unfinished:
         affordable = (budget - unfinished * staged * block_size) // (per_token * block_size)
     if hasattr(runner, "agree"):
         affordable = runner.agree(affordable)
     wanted = max_context or model_context
-    blocks = min(affordable, max_sequences * -(-wanted // block_size))
+    each = groups.most_blocks(wanted, max_tokens, block_size)
+    blocks = min(affordable, max_sequences * each)
+    capacity = groups.capacity(blocks, max_tokens, block_size, -(-wanted // block_size) * block_size)
     beside = f" and {staged:,} more in unfinished blocks" if staged else ""
-    sizes = f"{budget:,} bytes at {per_token:,} bytes per token{beside} ({kv_dtype}) hold {affordable * block_size:,} tokens"
-    if blocks < 2 or (max_context is not None and blocks * block_size < max_context):
+    apart = f" of a group of layers, of which there are {count}" if count > 1 else ""
+    sizes = (f"{budget:,} bytes at {per_token:,} bytes per token{apart}{beside} ({kv_dtype}) hold "
+             f"{affordable * block_size // count:,} tokens")
+    if blocks < 2 * count or (max_context is not None and capacity < max_context):
+        least = groups.most_blocks(max_context or 2 * block_size, max_tokens, block_size)
         raise KaruiError(f"KV memory: {sizes}; one context of {max(wanted if max_context else 2 * block_size, 2):,} tokens needs "
-                         f"{(per_token + staged) * -(-(max_context or 2 * block_size) // block_size) * block_size:,} bytes. "
+                         f"{(per_token + staged) * least * block_size:,} bytes. "
                          "Raise memory, lower max_context, or choose a smaller kv_dtype.")
-    context = min(wanted, blocks * block_size)
+    context = min(wanted, capacity)
     logger.info("KV cache: %s; using %d blocks of %d tokens, context up to %d, weights %d bytes",
                 sizes, blocks, block_size, context, runner.weight_bytes())
+    if (all_keys := count * -(-context // block_size)) > (held := groups.most_blocks(context, max_tokens, block_size)):
+        logger.info("layers with a window give blocks back: a context of %d tokens holds %d blocks at most, not %d", context,
+                    held, all_keys)
     if context < wanted:
         logger.info("context limited to %d tokens of the model's %d by the KV memory", context, model_context)
     return blocks, context, min(unfinished, blocks)

@@ -8,6 +8,8 @@ Order is (priority, arrival, index): lower priority numbers first, then first co
 
 Hybrid models have a page of recurrent states beside the blocks (`cache/states.py`): each step of a sequence reads one and writes
 another, or several where the prefix cache wants one in the middle of a chunk, and for each row of a draft.
+
+Layers with a window give the blocks behind it back as soon as the tokens that saw them are computed (`cache/groups.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from karui.inference.cache.pool import BlockPool
+from karui.inference.cache.groups import most_blocks, num_dead
+from karui.inference.cache.pool import DEAD, BlockPool, group_name
 from karui.inference.cache.states import ZERO, StatePool
 
 SCORED_ROWS = 256
@@ -35,7 +38,8 @@ class Sequence:
     Attributes:
         tokens: prompt and output. Rows of `tokens[num_computed:]` are still to be run.
         num_computed: tokens whose keys are in the cache and final.
-        blocks: block ids, in order; `names` are the prefix-cache names of the leading full ones.
+        blocks: block ids, in order, of each group of layers, as many of each; the leading `dead[group]` of them are given back,
+            `DEAD`. `names` are the prefix-cache names of the leading full ones.
         owner: whatever the engine hangs on it.
         held: not to be scheduled (a beam that waits for its siblings).
         recompute: no prefix-cache lookup, every row is wanted (scoring).
@@ -46,7 +50,7 @@ class Sequence:
     """
 
     __slots__ = ("order", "tokens", "num_prompt", "num_computed", "blocks", "names", "namespace", "owner", "held", "recompute",
-                 "failures", "draft", "table_row", "running", "tables_filled", "state", "writes", "branch", "trail")
+                 "failures", "draft", "table_row", "running", "tables_filled", "state", "writes", "branch", "trail", "dead")
 
     def __init__(self, tokens: list[int], order: tuple[int, int, int], namespace: Any, owner: Any,
                  recompute: bool = False) -> None:
@@ -56,7 +60,8 @@ class Sequence:
         self.state = ZERO
         self.writes: list[tuple[int, int]] = []
         self.trail: Any = None
-        self.blocks: list[int] = []
+        self.blocks: list[list[int]] = [[]]
+        self.dead: list[int] = [0]
         self.names: list[Any] = []
         self.held = self.running = False
         self.draft: Any = None
@@ -103,21 +108,27 @@ class Scheduler:
         max_chunk: rows of one prompt per step; bounds how long decodes wait behind a long prompt.
         on_preempt: told of each preempted sequence.
         states: pages of recurrent states, at least two per running sequence; None for a model without.
+        windows: of each group of layers, None: it keeps all keys.
+
+    `tables` [groups, max_sequences, B] int32: the block tables.
     """
 
     def __init__(self, pool: BlockPool, max_tokens: int, max_sequences: int, max_context: int, max_chunk: int | None = None,
-                 on_preempt: Callable[[Sequence], None] | None = None, states: StatePool | None = None) -> None:
+                 on_preempt: Callable[[Sequence], None] | None = None, states: StatePool | None = None,
+                 windows: tuple[int | None, ...] = (None,)) -> None:
         self.pool, self.max_tokens, self.max_sequences = pool, max_tokens, max_sequences
         self.max_chunk = max_chunk or max_tokens
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.tables = np.zeros((max_sequences, -(-max_context // pool.block_size) + 1), dtype=np.int32)
+        self.windows = windows
+        self.tables = np.zeros((len(windows), max_sequences, -(-max_context // pool.block_size) + 1), dtype=np.int32)
         self._rows = list(range(max_sequences))[::-1]
         self._on_preempt = on_preempt
         self.states = states
         self._spare_pages = 0  # of this step: what is not kept for two pages per sequence
         if states is not None:
             assert states.num_pages >= 2 * max_sequences, "too few pages of states"
+            assert len(windows) == 1, "a state lies behind the blocks of one group"
             pool.on_forget = states.forget
         self.num_preemptions = self.num_cached_tokens = self.num_looked_up_tokens = 0
 
@@ -142,9 +153,9 @@ class Scheduler:
         if not parent.running or len(self.running) >= self.max_sequences:
             self.add(child)
             return
-        for block in parent.blocks:
-            self.pool.share(block)
-        child.blocks, child.names, child.num_computed = list(parent.blocks), list(parent.names), parent.num_computed
+        self._share(parent.blocks)
+        child.blocks, child.dead = [list(blocks) for blocks in parent.blocks], list(parent.dead)
+        child.names, child.num_computed = list(parent.names), parent.num_computed
         if self.states is not None:
             child.state = self.states.share(parent.state)
         self._start(child)
@@ -224,14 +235,17 @@ class Scheduler:
                 s = next((w for w in self.waiting if not w.held), s)
                 if s.held:
                     return
-            blocks, names = ([], []) if s.recompute else self.pool.match(s.tokens, s.namespace)
-            found, page = len(blocks), ZERO
+            blocks: list[list[int]] = [[] for _ in self.windows]
+            names: list[Any] = []
+            if not s.recompute:
+                blocks, names = self.pool.match_groups(s.tokens, s.namespace, self.windows)
+            found, page = len(names), ZERO
             if self.states is not None:
-                blocks, names, page = self._with_state(blocks, names)
-            needed = -(-len(s.tokens) // self.pool.block_size) - len(blocks)
-            free = self.pool.num_free - sum(self.pool.references[b] == 0 for b in blocks)
-            # One block of slack per running sequence, else the newcomer would be the next one preempted.
-            slack = sum(not r.held for r in self.running)
+                blocks[0], names, page = self._with_state(blocks[0], names)
+            needed = sum(self._needed(s, window, own) for window, own in zip(self.windows, blocks))
+            free = self.pool.num_free - sum(b != DEAD and self.pool.references[b] == 0 for own in blocks for b in own)
+            # One block of slack per running sequence and group, else the newcomer would be the next one preempted.
+            slack = len(self.windows) * sum(not r.held for r in self.running)
             if len(self.running) >= self.max_sequences or free < needed + slack:
                 worst = self.running[-1] if self.running else None
                 if worst is None or worst.order[0] <= s.order[0]:
@@ -243,12 +257,12 @@ class Scheduler:
                 self.preempt(worst)
                 continue
             self.waiting.remove(s)
-            for block in blocks:
-                self.pool.share(block)
+            self._share(blocks)
             if self.states is not None:
                 s.state = self.states.share(page)
-                s.branch = found * self.pool.block_size if found > len(blocks) else 0
-            s.blocks, s.names, s.num_computed = blocks, names, len(blocks) * self.pool.block_size
+                s.branch = found * self.pool.block_size if found > len(names) else 0
+            s.blocks, s.names, s.num_computed = blocks, names, len(names) * self.pool.block_size
+            s.dead = [num_dead(window, s.num_computed, self.pool.block_size) for window in self.windows]
             self.num_cached_tokens += s.num_computed
             self.num_looked_up_tokens += len(s.tokens)
             self._start(s)
@@ -265,7 +279,7 @@ class Scheduler:
             victim = self.running[-1]
             works.pop(victim, None)
             # Its freshly copied block may go to somebody else in this very step.
-            plan.copies = [c for c in plan.copies if c[1] // self.pool.block_size not in victim.blocks]
+            plan.copies = [c for c in plan.copies if all(c[1] // self.pool.block_size not in own for own in victim.blocks)]
             self.preempt(victim)
             if victim is s:
                 return False
@@ -284,64 +298,80 @@ class Scheduler:
 
     def _reserve(self, s: Sequence, count: int, plan: Plan) -> bool:
         """Blocks of its own for the next `count` tokens of `s`; False, and nothing changed, when there are too few."""
-        size, pool, blocks = self.pool.block_size, self.pool, s.blocks
-        first, missing = s.num_computed // size, -(-(s.num_computed + count) // size) - len(blocks)
-        shared = first < len(blocks) and pool.references[blocks[first]] > 1
+        size, pool = self.pool.block_size, self.pool
+        first, missing = s.num_computed // size, -(-(s.num_computed + count) // size) - len(s.blocks[0])
+        shared = [group for group, own in enumerate(s.blocks) if first < len(own) and pool.references[own[first]] > 1]
         if missing <= 0 and not shared:
             return True
-        if max(missing, 0) + shared > pool.num_free:
+        if len(s.blocks) * max(missing, 0) + len(shared) > pool.num_free:
             return False
-        if shared:  # copy on write: a fork's last block is filled differently by each of its holders
-            old, new = blocks[first], pool.take()
+        for group in shared:  # copy on write: a fork's last block is filled differently by each of its holders
+            old, new = s.blocks[group][first], pool.take()
             plan.copies += [(old * size + i, new * size + i) for i in range(s.num_computed % size)]
             pool.release([old])
-            blocks[first] = new
-            self.tables[s.table_row, first] = new
+            s.blocks[group][first] = new
+            self.tables[group, s.table_row, first] = new
         for _ in range(missing):
-            blocks.append(pool.take())
-        self._fill_table(s)
+            for own in s.blocks:
+                own.append(pool.take())
+        self._fill_tables(s)
         return True
 
     # -- after the step
 
     def computed(self, s: Sequence, count: int) -> None:
-        """`count` more tokens of `s` have final keys; full blocks become findable."""
+        """`count` more tokens of `s` have final keys; full blocks become findable, and those behind a window are given back."""
         s.num_computed += count
         s.failures = 0
         size = self.pool.block_size
         for i in range(len(s.names), s.num_computed // size):
             parent = s.names[-1] if s.names else self.pool.index.root(s.namespace)
             s.names.append(self.pool.index.name(parent, s.tokens[i * size:(i + 1) * size]))
-            self.pool.enter(s.names[-1], s.blocks[i])
+            for group, own in enumerate(s.blocks):
+                self.pool.enter(group_name(s.names[-1], group), own[i])
+        for group, window in enumerate(self.windows):
+            dead = num_dead(window, s.num_computed, size)
+            if dead > s.dead[group]:
+                own = s.blocks[group]
+                self.pool.release(own[s.dead[group]:dead])
+                own[s.dead[group]:dead] = [DEAD] * (dead - s.dead[group])
+                s.dead[group] = dead
+                self.tables[group, s.table_row, :dead] = own[dead]
         if self.states is not None:
             self._settle_pages(s, count)
 
     def trim(self, s: Sequence) -> None:
         """Give back blocks beyond the known tokens (rejected drafts)."""
         needed = -(-len(s.tokens) // self.pool.block_size)
-        if len(s.blocks) > needed:
-            self.pool.release(s.blocks[needed:])
-            del s.blocks[needed:]
+        if len(s.blocks[0]) > needed:
+            for own in s.blocks:
+                self.pool.release(own[needed:])
+                del own[needed:]
             s.tables_filled = min(s.tables_filled, needed)
 
     def check_integrity(self) -> None:
         """Assert that blocks, tables and queues agree; cheap enough for idle moments and every test step."""
-        self.pool.check([s.blocks for s in self.running])
+        self.pool.check([own[dead:] for s in self.running for own, dead in zip(s.blocks, s.dead)])
         if self.states is not None:
             self.states.check([page for s in self.running for page in (s.state, *(p for _, p in s.writes))])
             assert all(s.state != ZERO for s in self.running if s.num_computed), "computed tokens without a state"
         assert all(s.state == ZERO and not s.writes for s in self.waiting), "a waiting sequence holds states"
         assert self.running == sorted(self.running) and self.waiting == sorted(self.waiting), "queues out of order"
         for s in self.running:
-            assert s.running and s.num_computed <= len(s.blocks) * self.pool.block_size, "more tokens computed than blocks hold"
-            assert self.tables[s.table_row, :len(s.blocks)].tolist() == s.blocks, "block table differs from the sequence's blocks"
-        assert all(not s.running and not s.blocks for s in self.waiting), "a waiting sequence holds blocks"
+            assert {len(own) for own in s.blocks} == {len(s.blocks[0])}, "groups of layers have tables of different lengths"
+            assert s.running and s.num_computed <= len(s.blocks[0]) * self.pool.block_size, "more computed than blocks hold"
+            for table, own, dead, window in zip(self.tables[:, s.table_row], s.blocks, s.dead, self.windows):
+                assert dead == num_dead(window, s.num_computed, self.pool.block_size), "blocks behind the window are held"
+                assert own[:dead] == [DEAD] * dead and table[:len(own)].tolist() == own[dead:dead + 1] * dead + own[dead:], (
+                    "block table differs from the sequence's blocks")
+        assert all(not s.running and not any(s.blocks) for s in self.waiting), "a waiting sequence holds blocks"
         assert len(self._rows) + len(self.running) == self.max_sequences, "a block-table row was lost"
 
     def dump(self) -> str:
         """The state in words, for errors."""
         def line(s: Sequence) -> str:
-            return f"  {s.order}: {s.num_computed}/{len(s.tokens)} tokens, {len(s.blocks)} blocks{', held' if s.held else ''}"
+            held = sum(map(len, s.blocks)) - sum(s.dead)
+            return f"  {s.order}: {s.num_computed}/{len(s.tokens)} tokens, {held} blocks{', held' if s.held else ''}"
 
         return "\n".join([f"blocks: {self.pool.num_free} free of {self.pool.num_blocks}, {self.pool.num_cached} cached; "
                           f"{self.max_tokens} rows per step, {self.max_sequences} sequences at most",
@@ -421,25 +451,44 @@ class Scheduler:
     def _start(self, s: Sequence) -> None:
         s.running, s.table_row, s.tables_filled = True, self._rows.pop(), 0
         insort(self.running, s)
-        self._fill_table(s)
+        self._fill_tables(s)
 
     def _stop(self, s: Sequence) -> None:
         self.running.remove(s)
         self._rows.append(s.table_row)
         s.running, s.table_row = False, -1
 
-    def _fill_table(self, s: Sequence) -> None:
-        if s.tables_filled < len(s.blocks):
-            self.tables[s.table_row, s.tables_filled:len(s.blocks)] = s.blocks[s.tables_filled:]
-            s.tables_filled = len(s.blocks)
+    def _fill_tables(self, s: Sequence) -> None:
+        first, count = s.tables_filled, len(s.blocks[0])
+        if first < count:
+            for group, own in enumerate(s.blocks):
+                table = self.tables[group, s.table_row]
+                table[first:count] = own[first:]
+                if first < s.dead[group]:
+                    table[first:s.dead[group]] = own[s.dead[group]]
+            s.tables_filled = count
+
+    def _share(self, blocks: Iterable[list[int]]) -> None:
+        for own in blocks:
+            for block in own:
+                if block != DEAD:
+                    self.pool.share(block)
+
+    def _needed(self, s: Sequence, window: int | None, found: list[int]) -> int:
+        """Blocks that a group needs besides those found, at most, for the tokens known so far."""
+        size, missing = self.pool.block_size, -(-len(s.tokens) // self.pool.block_size) - len(found)
+        held = len(found) - num_dead(window, len(found) * size, size)
+        return max(0, min(missing, most_blocks(window, len(s.tokens), self.max_tokens, size) - held))
 
     def _release(self, s: Sequence) -> None:
         if self.states is not None:
             self._drop_writes(s)
             self.states.release(s.state)
             s.state = ZERO
-        self.pool.release(s.blocks)
-        s.blocks, s.names, s.num_computed, s.draft = [], [], 0, None
+        for own, dead in zip(s.blocks, s.dead):
+            self.pool.release(own[dead:])
+        s.blocks, s.dead = [[] for _ in self.windows], [0] * len(self.windows)
+        s.names, s.num_computed, s.draft = [], 0, None
 
 
 def _rows(works: dict[Sequence, Work]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -30,9 +31,22 @@ def tiny(kind: str, seed: int = 0, **changes: Any) -> tuple[Any, ModelConfig, di
     return model, config, weights
 
 
-def assert_bits_do_not_depend_on_the_way(runner, kv_dtype: str, requests: list[Any], blocks: int) -> tuple[Any, Any, Any]:
-    """Alone, over a warm cache, batched, in small chunks, and preempted where memory holds `blocks` blocks of 4: equal to the last bit
-    of every logprob. Returns (what an engine says to requests, an engine with further options, what was said)."""
+def preempting(engine: Any, every: int = 3) -> Any:
+    """The engine, which preempts its last sequence in every third step."""
+    schedule, steps = engine.scheduler.schedule, itertools.count(1)
+
+    def preempted() -> Any:
+        if next(steps) % every == 0 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+        return schedule()
+
+    engine.scheduler.schedule = preempted
+    return engine
+
+
+def assert_bits_do_not_depend_on_the_way(runner, kv_dtype: str, requests: list[Any], blocks: int | None) -> tuple[Any, Any, Any]:
+    """Alone, over a warm cache, batched, in small chunks, and preempted where memory holds `blocks` blocks of 4 (None: by hand): equal to
+    the last bit of every logprob. Returns (what an engine says to requests, an engine with further options, what was said)."""
     from karui.inference.engine import Engine
 
     def said(engine, requests):
@@ -46,7 +60,7 @@ def assert_bits_do_not_depend_on_the_way(runner, kv_dtype: str, requests: list[A
     assert [said(engine, [r])[0] for r in requests] == alone and engine.stats.num_cached_prompt_tokens > 0
     assert said(make(), requests) == alone
     assert said(make(max_tokens_per_step=7, max_sequences=2), requests) == alone
-    engine = make(memory=runner.kv_bytes_per_token(kv_dtype) * 4 * blocks)
+    engine = preempting(make()) if blocks is None else make(memory=runner.kv_bytes_per_token(kv_dtype) * 4 * blocks)
     assert said(engine, requests) == alone and engine.stats.num_preemptions > 0
     return said, make, alone
 

@@ -39,7 +39,7 @@ def test_bits_do_not_depend_on_the_way(case, kv_dtype):
                         params=SamplingParams(max_tokens=12, logprobs=2, temperature=i % 2 * 0.8, seed=i, ignore_eos=True))
                 for i, n in enumerate((5, 19, 30))]
 
-    assert_bits_do_not_depend_on_the_way(runner, kv_dtype, requests, blocks=18)
+    assert_bits_do_not_depend_on_the_way(runner, kv_dtype, requests, blocks=None)
 
 
 @pytest.mark.parametrize("case", FAMILIES)

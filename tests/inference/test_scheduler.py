@@ -18,9 +18,9 @@ BLOCK = 4
 class Simulation:
     """Plays engine and runner: remembers which token each slot holds and checks that a sequence reads back its own text."""
 
-    def __init__(self, num_blocks: int, max_tokens: int, max_sequences: int, max_chunk: int, index) -> None:
+    def __init__(self, num_blocks: int, max_tokens: int, max_sequences: int, max_chunk: int, index, windows=(None,)) -> None:
         self.pool = BlockPool(num_blocks, BLOCK, index)
-        self.scheduler = Scheduler(self.pool, max_tokens, max_sequences, num_blocks * BLOCK, max_chunk)
+        self.scheduler = Scheduler(self.pool, max_tokens, max_sequences, num_blocks * BLOCK, max_chunk, windows=windows)
         self.slots: dict[int, int] = {}
         self.goal: dict[Sequence, int] = {}
         self.count = self.steps = 0
@@ -45,17 +45,19 @@ class Simulation:
         self.slots |= copied
         for w in plan.works:
             s = w.sequence
-            row = scheduler.tables[s.table_row]
             known = s.tokens[s.num_computed:s.num_computed + w.count] + (s.draft.tokens if w.num_drafted else [])
-            for i, token in enumerate(known):
-                p = s.num_computed + i
-                block = int(row[p // BLOCK])
-                assert self.pool.references[block] == 1, "a shared block is written to"
-                self.slots[block * BLOCK + p % BLOCK] = token
+            for row in scheduler.tables[:, s.table_row]:
+                for i, token in enumerate(known):
+                    p = s.num_computed + i
+                    block = int(row[p // BLOCK])
+                    assert self.pool.references[block] == 1, "a shared block is written to"
+                    self.slots[block * BLOCK + p % BLOCK] = token
         for w in plan.works:
             s = w.sequence
-            held = [self.slots[s.blocks[p // BLOCK] * BLOCK + p % BLOCK] for p in range(s.num_computed + w.count)]
-            assert held == s.tokens[:s.num_computed + w.count], "the cache holds another text"
+            for own, window in zip(s.blocks, scheduler.windows):
+                first = 0 if window is None else max(0, s.num_computed - window + 1)
+                held = [self.slots[own[p // BLOCK] * BLOCK + p % BLOCK] for p in range(first, s.num_computed + w.count)]
+                assert held == s.tokens[first:s.num_computed + w.count], "the cache holds another text"
             scheduler.computed(s, w.count)
             scheduler.trim(s)
             if s.num_pending:
@@ -80,7 +82,10 @@ class Simulation:
 def test_everything_finishes_and_nothing_leaks(data):
     blocks = data.draw(st.integers(6, 20))
     index = data.draw(st.sampled_from([NaiveIndex, HashedIndex]))()
-    sim = Simulation(blocks, data.draw(st.integers(2, 24)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 16)), index)
+    windows = data.draw(st.sampled_from([(None,), (6,), (1,), (None, 9), (None, 3, 3)]))
+    blocks *= len(windows)
+    sim = Simulation(blocks, data.draw(st.integers(2, 24)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 16)), index, windows)
+    blocks //= len(windows)
     live: list[Sequence] = []
     for _ in range(data.draw(st.integers(1, 12))):
         length = data.draw(st.integers(1, blocks * BLOCK // 2))
@@ -97,7 +102,7 @@ def test_everything_finishes_and_nothing_leaks(data):
     while sim.scheduler.has_work:
         sim.step()
         assert sim.steps < 20_000, sim.scheduler.dump()
-    assert not sim.goal and sim.pool.num_free == blocks
+    assert not sim.goal and sim.pool.num_free == sim.pool.num_blocks
     sim.pool.check([])
 
 

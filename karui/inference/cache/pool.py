@@ -6,7 +6,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from karui.inference.cache.groups import num_dead
 from karui.inference.cache.prefix import PrefixIndex
+
+DEAD = -1
+"""In place of a block that no later query sees."""
+
+
+def group_name(name: Any, group: int) -> Any:
+    """What the index calls the block that a group of layers has under a prefix's name."""
+    return (group, name) if group else name
 
 
 class BlockPool:
@@ -82,17 +91,33 @@ class BlockPool:
 
     def match(self, tokens: Sequence[int], namespace: Hashable) -> tuple[list[int], list[Any]]:
         """(blocks, names) of the longest cached prefix. Never the whole text: the last token must be run for its logits."""
-        blocks: list[int] = []
+        (blocks,), names = self.match_groups(tokens, namespace, (None,))
+        return blocks, names
+
+    def match_groups(self, tokens: Sequence[int], namespace: Hashable,
+                     windows: Sequence[int | None]) -> tuple[list[list[int]], list[Any]]:
+        """The same for groups of layers with these windows: each group's blocks, `DEAD` where what follows does not see them. Of
+        a group with a window only those at the end of the prefix need to be there."""
         names: list[Any] = []
+        found: list[list[int]] = [[] for _ in windows]
+        runs = [0] * len(windows)  # found one after the other, up to here
+        longest, keeps_all = 0, None in windows
         name = self.index.root(namespace)
         for i in range((len(tokens) - 1) // self.block_size):
             name = self.index.name(name, tokens[i * self.block_size:(i + 1) * self.block_size])
-            block = self.index.find(name)
-            if block is None:
-                break
-            blocks.append(block)
             names.append(name)
-        return blocks, names
+            for group, blocks in enumerate(found):
+                block = self.index.find(group_name(name, group))
+                blocks.append(DEAD if block is None else block)
+                runs[group] = 0 if block is None else runs[group] + 1
+            if keeps_all and any(w is None and not run for w, run in zip(windows, runs)):
+                break
+            if all(run >= i + 1 - num_dead(w, (i + 1) * self.block_size, self.block_size) for w, run in zip(windows, runs)):
+                longest = i + 1
+        for window, blocks in zip(windows, found):
+            dead = num_dead(window, longest * self.block_size, self.block_size)
+            blocks[:] = [DEAD] * dead + blocks[dead:longest]
+        return found, names[:longest]
 
     def check(self, holders: Sequence[Sequence[int]]) -> None:
         """Assert that the books agree with what `holders` (the block lists of all sequences) say. For idle times and tests."""

@@ -24,8 +24,8 @@ def attend(kv: KVStore | KiviStore | KVQuantStore, layer: int, q: torch.Tensor, 
         k, v = kv.read(layer, slots, q.dtype)
         out[padded.rows] = sdpa(q[padded.rows][:, None], k, v, mask, cap, sinks)[:, 0]
     for span in step.spans if padded is None else padded.others:
-        if window is not None and isinstance(kv, KVStore):
-            span = span.within(window)
+        if window is not None:
+            span = span.within(window, kv.block_size if isinstance(kv, KiviStore) else 1)
         for start, stop, k, v in kv.seen(layer, span, q.dtype):
             visible = None if span.visible is None else span.visible[start - span.start:stop - span.start, :len(k)]
             if window is not None:

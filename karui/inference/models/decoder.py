@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
 from karui.inference.cache import kvquant
+from karui.inference.cache.groups import MOST, LayerGroups, groups_of, one_group
 from karui.inference.cache.kivi import KiviStore
 from karui.inference.cache.kv import STAGED, KVStore, bytes_per_token, check_dtype, staged_bytes_per_token
 from karui.inference.cache.kvquant import KVQuantStore
@@ -64,6 +65,7 @@ class TorchRunner:
 
     supports_adapters = True
     supports_partial_weights = True
+    most_groups = MOST
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device | str = "cpu",
                  dtype: torch.dtype = torch.float32, bit_exact: bool = False) -> None:
@@ -80,8 +82,18 @@ class TorchRunner:
 
     # -- Runner protocol
 
-    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None) -> None:
+    def kv_groups(self, kv_dtype: str) -> LayerGroups:
         c = self.config
+        if c.latent is not None or c.recurrent is not None or not any(c.sliding_window):
+            return one_group(c.num_kv_layers)
+        # levels of kvquant are each layer's own: its blocks are of all layers
+        return groups_of(c.sliding_window, c.max_context, 1 if kv_dtype in BITS else self.most_groups)
+
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None,
+                 groups: LayerGroups | None = None) -> None:
+        c = self.config
+        self._groups = one_group(c.num_kv_layers) if groups is None else groups
+        layers = self._groups.size
         self._kv: KVStore | KiviStore | KVQuantStore | latent.LatentStore | None = None
         if c.latent is not None:
             self._kv = latent.LatentStore(c, num_blocks * block_size, kv_dtype, self.device)
@@ -89,10 +101,10 @@ class TorchRunner:
             self._kv = KVQuantStore(self._levels(kv_dtype), num_blocks, block_size, c.num_kv_heads, c.head_dim, self._turn_keys,
                                     self.device)
         elif check_dtype(kv_dtype) in STAGED:
-            self._kv = KiviStore(c.num_kv_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device,
+            self._kv = KiviStore(layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device,
                                  num_staged)
         else:
-            self._kv = KVStore(c.num_kv_layers, num_blocks * block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device)
+            self._kv = KVStore(layers, num_blocks * block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device)
         self._block_size = block_size
 
     @property
@@ -278,14 +290,15 @@ class TorchRunner:
             q, k = self._norm(q, p + "q_norm.weight"), self._norm(k, p + "k_norm.weight")
         if c.query_scale != 1:
             q = q * c.query_scale
-        number = c.counted[layer]
         assert self._kv is not None and not isinstance(self._kv, latent.LatentStore), "allocate() first"
+        group, number = self._groups.places[c.counted[layer]]
+        mine = step.of_group(group)
         if isinstance(self._kv, KVQuantStore):
-            self._kv.write(number, step.slots, plain, v, step.positions)
+            self._kv.write(number, mine.slots, plain, v, step.positions)
         else:
-            self._kv.write(number, step.slots, k, v)
+            self._kv.write(number, mine.slots, k, v)
         sinks = self._weight(p + "sinks", self._wide) if c.sinks else None
-        mixed = attend(self._kv, number, q, step, c.sliding_window[layer] if c.sliding_window else None, c.attention_cap, sinks)
+        mixed = attend(self._kv, number, q, mine, c.sliding_window[layer] if c.sliding_window else None, c.attention_cap, sinks)
         mixed = mixed.flatten(-2)
         if gate is not None:
             mixed = mixed * gate.flatten(-2).sigmoid()

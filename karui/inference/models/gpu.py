@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from karui.configs.errors import UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
+from karui.inference.cache.groups import LayerGroups
 from karui.inference.cache.kv import PACKED, KVStore, check_dtype
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights, TorchRunner
@@ -121,10 +122,14 @@ class TritonRunner(TorchRunner):
         weight_memory: bytes of the GPU that weights may take; layers beyond it lie in pinned main memory and come when their turn
             comes (`StreamedLayers`), without graphs. None: all stay on the GPU.
 
+    Windows give blocks back where all layers have the same one.
+
     Raises:
         UnsupportedError: no Triton, a GPU before compute capability 8.0 (8.9 for activations in FP8), a model that the plain
             runner must serve.
     """
+
+    most_groups = 1
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device | str = "cuda",
                  dtype: torch.dtype = torch.bfloat16, graphs: bool = True, activation_bits: int = 16,
@@ -156,7 +161,9 @@ class TritonRunner(TorchRunner):
             raise UnsupportedError(f"kv_dtype {kv_dtype!r} has no Triton kernel; use fp8 or int8, or load with runner='torch'.")
         return super().kv_bytes_per_token(kv_dtype)
 
-    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None) -> None:
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None,
+                 groups: LayerGroups | None = None) -> None:
+        assert groups is None, "layers have one table of blocks here"
         self._graphs.clear()
         self._caches = []  # views, which would hold the old blocks beside the new ones
         needed = num_blocks * block_size * self.kv_bytes_per_token(kv_dtype)

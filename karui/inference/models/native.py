@@ -24,6 +24,7 @@ import torch
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import Ahead, Gained, StepBatch, StepOutput
 from karui.inference.cache import kivi
+from karui.inference.cache.groups import LayerGroups, groups_of
 from karui.inference.cache.kv import DTYPES, staged_bytes_per_token
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
@@ -186,6 +187,10 @@ class NativeRunner:
         self._loras = held
 
     # -- KV memory
+
+    def kv_groups(self, kv_dtype: str) -> LayerGroups:
+        """Windows give blocks back where all layers have the same one: layers have one table of blocks here."""
+        return groups_of(self.config.sliding_window or (None,) * self.config.num_layers, self.config.max_context, 1)
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None) -> None:
         per_token = self.kv_bytes_per_token(kv_dtype)  # refuses a format that the kernels do not have

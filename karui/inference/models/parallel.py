@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from karui.configs.errors import KaruiError, UnsupportedError
+from karui.inference.cache.groups import LayerGroups, groups_of, one_group
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights, TorchRunner
 from karui.inference.models.weights import Weights, check_weights
@@ -128,6 +129,11 @@ class PipelineRunner(_Ranks):
         each, more = divmod(self.whole.num_layers, self.world)
         first = self.rank * each + min(self.rank, more)
         return first, first + each + (self.rank < more)
+
+    def kv_groups(self, kv_dtype: str) -> LayerGroups:
+        # one schedule for all ranks, whose layers differ: blocks come back where all layers have the same window
+        found = groups_of(self.whole.sliding_window or (None,), self.whole.max_context, 1)
+        return one_group(self.config.num_kv_layers, found.windows[0])
 
     def _own_config(self) -> ModelConfig:
         c = self.whole

@@ -31,9 +31,9 @@ class Span:
         seen = self.visible[row - self.start]
         return Span(0, 1, self.slots[seen], self.key_positions[seen], None)
 
-    def within(self, window: int) -> Span:
-        """The same without the keys that lie before the window of every row."""
-        first = max(0, len(self.slots) - (self.stop - self.start) - window + 1)
+    def within(self, window: int, unit: int = 1) -> Span:
+        """The same without the keys that lie before the window of every row, as far as they are whole units of so many."""
+        first = max(0, len(self.slots) - (self.stop - self.start) - window + 1) // unit * unit
         visible = None if self.visible is None else self.visible[:, first:]
         return replace(self, slots=self.slots[first:], key_positions=self.key_positions[first:], visible=visible)
 
@@ -106,7 +106,7 @@ class PaddedDecodes:
 class Step:
     """tokens, positions, slots: [T] int64. adapters: rows of each adapter slot in use. padded: the one-row sequences together, if
     there are several. cos, sin: [T, 1, D/2] of the rotation, set by the runner. shared: what a layer leaves for those behind it.
-    states: what recurrent layers run, in this order."""
+    states: what recurrent layers run, in this order. others: slots, spans and padded of the groups of layers behind the first."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -118,27 +118,39 @@ class Step:
     sin: torch.Tensor = field(default_factory=torch.Tensor)
     shared: Any = None
     states: list[StateRows] = field(default_factory=list)
+    others: list[Step] = field(default_factory=list)
 
     @staticmethod
     def of(batch: StepBatch, block_size: int, adapters: dict[int, torch.Tensor], device: torch.device) -> Step:
         tokens, positions, slots = (x.long().to(device) for x in (batch.tokens, batch.positions, batch.slots))
-        spans = _spans(batch, block_size, device)
+        spans = _spans(batch, batch.block_tables, block_size, device)
         states = [] if batch.states is None else _state_rows(batch.states.tolist(), device)
-        return Step(tokens, positions, slots, spans, adapters, _pad_decodes(spans, positions), states=states)
+        step = Step(tokens, positions, slots, spans, adapters, _pad_decodes(spans, positions), states=states)
+        for own, table in batch.others:
+            spans = _spans(batch, table, block_size, device)
+            step.others.append(replace(step, slots=own.long().to(device), spans=spans, padded=_pad_decodes(spans, positions)))
+        return step
+
+    def of_group(self, group: int) -> Step:
+        """The step as a group of layers sees it: `slots`, `spans` and `padded` are its."""
+        return self.others[group - 1] if group else self
 
     def rows(self) -> Iterator[Step]:
         """Each token as a step of its own, in order."""
         first = torch.zeros(1, dtype=torch.long, device=self.positions.device)
         states = {} if not self.states else {row: one for many in self.states for row, one in many.alone(first)}
-        for span in self.spans:
+        for number, span in enumerate(self.spans):
             for r in range(span.start, span.stop):
+                others = [replace(other, positions=self.positions[r:r + 1], slots=other.slots[r:r + 1],
+                                  spans=[other.spans[number].row(r)], padded=None) for other in self.others]
                 yield Step(self.tokens[r:r + 1], self.positions[r:r + 1], self.slots[r:r + 1], [span.row(r)],
-                           {a: first for a, at in self.adapters.items() if r in at}, states=[states[r]] if states else [])
+                           {a: first for a, at in self.adapters.items() if r in at}, states=[states[r]] if states else [],
+                           others=others)
 
 
-def _spans(batch: StepBatch, block_size: int, device: torch.device) -> list[Span]:
+def _spans(batch: StepBatch, tables: torch.Tensor, block_size: int, device: torch.device) -> list[Span]:
     starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
-    tables = batch.block_tables.long()
+    tables = tables.long()
     spans = []
     for s, context in enumerate(contexts):
         start, stop = starts[s], starts[s + 1]
