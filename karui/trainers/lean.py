@@ -260,7 +260,8 @@ def _probe(attention: Any, config: Any) -> tuple[torch.Tensor, tuple[torch.Tenso
     dtype = like.dtype if like.is_floating_point() else torch.float32
     width = config.get_text_config().hidden_size
     hidden = torch.linspace(-1, 1, 3 * width, device=like.device).sin().view(1, 3, width).to(dtype)
-    half = torch.outer(torch.arange(3.0), torch.linspace(1, 0.1, attention.head_dim // 2))
+    share = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+    half = torch.outer(torch.arange(3.0), torch.linspace(1, 0.1, int(attention.head_dim * share) // 2))
     angle = torch.cat((half, half), -1)[None].to(like.device)
     return hidden, (angle.cos().to(dtype), angle.sin().to(dtype)), torch.tensor([0, 3])
 

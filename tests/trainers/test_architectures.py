@@ -16,7 +16,7 @@ from karui.configs.recipe import ModelSection, Recipe
 from karui.inference.bundle import open_model
 from karui.inference.engine import Engine
 from karui.trainers.data import IGNORE
-from karui.trainers.model import LossSum, load_model
+from karui.trainers.model import LossSum, install_lean_ops, load_model
 from karui.trainers.pipeline import run_pipeline
 from karui.trainers.quantize import quantize_to_bundle
 from tests.trainers.conftest import _fresh_accelerate_state, rows_file, tiny_folder  # noqa: F401
@@ -152,6 +152,18 @@ def test_packed_documents_are_computed_as_transformers_computes_each(kind, folde
     for name, parameter in theirs.items():
         if parameter.grad is not None:
             assert (ours[name].grad - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["smollm3", "glm4_moe", "ernie4_5", "exaone4", "hunyuan_v1_dense", "cohere2"])
+def test_lean_operations_stay_away_from_what_they_do_not_compute(kind, folder_of):
+    """Rotations of some layers, of parts of heads, interleaved or in front of a norm: a run's loss is that of the model as it is."""
+    model = load_model(ModelSection(name=str(folder_of(kind)), dtype="float32"))
+    tokens, cu = torch.randint(3, 259, (60,)), torch.tensor([0, 20, 60])
+    row = (tokens, torch.cat([torch.arange(20), torch.arange(40)]), cu, tokens.roll(-1))
+    with torch.no_grad():
+        want = LossSum(model, 64)(*row)
+        swapped = install_lean_ops(model)
+        assert swapped["attention"] < 2 and abs(LossSum(model, 64)(*row) - want) < 1e-5 * want
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "ernie4_5_moe", "granitemoe", "minimax_m2"])
