@@ -82,8 +82,9 @@ def test_dense(device):
     assert fast.weight_bytes() == plain.weight_bytes()
 
 
-def test_windows_biases_and_an_own_head(device):
-    config = dataclasses.replace(CONFIG, model_type="qwen2", qk_norm=False, qkv_bias=True, tied=False, sliding_window=(3, None))
+@pytest.mark.parametrize("kind", ["qwen2", "seed_oss"])
+def test_windows_biases_and_an_own_head(kind, device):
+    config = dataclasses.replace(CONFIG, model_type=kind, o_bias=kind == "seed_oss", mlp_bias=kind == "seed_oss", qk_norm=False, qkv_bias=True, tied=False, sliding_window=(3, None))
     compare(config, weights(config), device=device)
 
 
