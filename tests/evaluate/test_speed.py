@@ -118,6 +118,7 @@ def test_bench_on_an_engine_with_and_without_speculation(tmp_path: Path) -> None
     assert load.weights_per_token == 4 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 48)
     assert load.weight_bytes > 4 * load.weights_per_token
     assert result.levels[1].limit_per_s == pytest.approx(3 * 20e9 / (load.weight_bytes + 3 * 36 * load.kv_bytes_per_token))
+    assert load.read_bytes(1) == load.read_bytes(3) == load.weight_bytes  # no experts
     write_json(result, tmp_path / "bench.json")
     assert json.loads((tmp_path / "bench.json").read_text())["levels"][3]["speculation"] == "ngram:4"
     console = Console(width=200, record=True, file=open("/dev/null", "w"))      # noqa: SIM115
@@ -226,3 +227,8 @@ def test_a_peak_is_the_process_s_own_not_that_of_who_launched_it():
     code = "from karui.inference.evaluate.memory import high_water; print(high_water())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(said) < 300_000_000 < len(held)
+
+
+def test_streams_read_the_experts_that_any_of_them_takes():
+    load = Load(weight_bytes=1000, kv_bytes_per_token=1, weights_per_token=1, expert_bytes=800, chosen=0.25)
+    assert [load.read_bytes(n) for n in (1, 2, 1000)] == pytest.approx([400, 200 + 800 * (1 - 0.75**2), 1000])

@@ -24,7 +24,7 @@ def quantized(weights, spec):
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("case", [c for c, (kind, _) in CASES.items() if kind in ("llama", "mistral", "qwen2", "qwen3")])
+@pytest.mark.parametrize("case", [c for c, (kind, _) in CASES.items() if kind in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")])
 def test_logits_equal_transformers(case, isa):
     model, config, weights = tiny(CASES[case][0], **CASES[case][1])
     runner = NativeRunner(config, weights, threads=2, activation_bits=16, isa=isa)
@@ -37,11 +37,29 @@ def test_logits_equal_transformers(case, isa):
     assert (torch.cat(got) - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("case, what", (("mixtral", "mixture of experts"), ("bitnet", "sub-norms, relu2")))
-def test_what_only_the_reference_runner_has_is_refused(case, what):
-    _, config, weights = tiny(CASES[case][0], **CASES[case][1])
-    with pytest.raises(UnsupportedError, match=f"native kernels have no {what}"):
+@pytest.mark.parametrize("isa", isas())
+def test_gpt_oss_equals_transformers(isa):
+    """Sinks, biased and clamped experts, a window in every second layer."""
+    model, config, weights = tiny("gpt_oss", sliding_window=9, num_local_experts=5, num_experts_per_tok=2, num_hidden_layers=4)
+    runner = NativeRunner(config, weights, threads=2, activation_bits=16, isa=isa)
+    runner.allocate(40, 4, "float32")
+    ids = torch.randint(0, 199, (100,)).tolist()
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    got = [runner.forward(batch_of((ids[a:b], a, list(range(25))))).logits for a, b in ((0, 17), (17, 18), (18, 41), (41, 100))]
+    assert (torch.cat(got) - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_what_only_the_reference_runner_has_is_refused():
+    _, config, weights = tiny(CASES["bitnet"][0], **CASES["bitnet"][1])
+    with pytest.raises(UnsupportedError, match="native kernels have no sub-norms, relu2"):
         NativeRunner(config, weights)
+
+
+def test_experts_are_not_read_from_a_file():
+    _, config, weights = tiny(CASES["mixtral"][0], **CASES["mixtral"][1])
+    with pytest.raises(UnsupportedError, match="no layers with experts from a file"):
+        NativeRunner(config, weights, weight_memory=1000)
 
 
 @pytest.mark.parametrize("spec", ("w4g16", "w8", "w8a8", "w1.58a8", "w4g16a"))

@@ -21,11 +21,20 @@ from karui.inference.evaluate.speed import Generates, percentile, run_timed
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a step reads and computes: bytes of weights as packed, KV bytes per token of context, weights multiplied per token."""
+    """What a step reads and computes: bytes of weights as packed, KV bytes per token of context, weights multiplied per token.
+
+    expert_bytes: those of routed experts (in proportion to their values, whatever the grids); chosen: a token's share of them.
+    """
 
     weight_bytes: int
     kv_bytes_per_token: int
     weights_per_token: int
+    expert_bytes: int = 0
+    chosen: float = 1.0
+
+    def read_bytes(self, streams: int) -> float:
+        """Bytes of weights that a step of so many streams reads; their choices of experts are taken to be independent."""
+        return self.weight_bytes - self.expert_bytes * (1 - self.chosen) ** streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +112,8 @@ def bench(engines: Mapping[str, Generates], load: Load, tokens: Sequence[int], *
             first, last = min(t.first_s for t in timings), max(t.last_s for t in timings)
             decoded = sum(t.new_tokens - 1 for t in timings)
             rate = decoded / (last - first) if last > first else math.nan
-            limit = decode_limit(machine.bandwidth_bytes_per_s, concurrency, prompt_tokens + new_tokens / 2, load.weight_bytes,
-                                 load.kv_bytes_per_token)
+            limit = decode_limit(machine.bandwidth_bytes_per_s, concurrency, prompt_tokens + new_tokens / 2,
+                                 load.read_bytes(concurrency), load.kv_bytes_per_token)
             ttft, tpot = [t.first_s * 1e3 for t in timings], [t.tpot_s * 1e3 for t in timings]
             levels.append(Level(
                 speculation=name, concurrency=concurrency, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
@@ -176,13 +185,16 @@ def load_of(engine: Any) -> Load:
     mixture those of as many experts as it takes."""
     from karui.inference.models.weights import expected_shapes
 
-    runner, passed = engine.runner, 0.0
-    mixture = runner.config.mixture
+    runner, mixture = engine.runner, engine.runner.config.mixture
+    chosen, values, matrices, routed = 1.0 if mixture is None else mixture.per_token / mixture.experts, 0, 0, 0
     for name, shape in expected_shapes(runner.config).items():
+        values += math.prod(shape)
         if len(shape) == 2 and ".layers." in name:
-            passed += math.prod(shape) * (mixture.per_token / mixture.experts if ".experts." in name else 1)
-    return Load(weight_bytes=runner.weight_bytes(), kv_bytes_per_token=runner.kv_bytes_per_token(engine.kv_dtype),
-                weights_per_token=round(passed))
+            matrices += math.prod(shape)
+            routed += math.prod(shape) if ".experts." in name else 0
+    total = runner.weight_bytes()
+    return Load(weight_bytes=total, kv_bytes_per_token=runner.kv_bytes_per_token(engine.kv_dtype), chosen=chosen,
+                weights_per_token=round(matrices - routed * (1 - chosen)), expert_bytes=total * routed // values)
 
 
 def advice(machine: Machine, load: Load, levels: Sequence[Level], prefill_per_s: float, prefill_limit_per_s: float,
@@ -199,13 +211,13 @@ def advice(machine: Machine, load: Load, levels: Sequence[Level], prefill_per_s:
     one, most = min(plain, key=lambda x: x.concurrency), max(plain, key=lambda x: x.concurrency)
     context = most.prompt_tokens + most.new_tokens / 2
     kv_bytes = most.concurrency * context * load.kv_bytes_per_token
-    kv_share = kv_bytes / (kv_bytes + load.weight_bytes)
+    kv_share = kv_bytes / (kv_bytes + load.read_bytes(most.concurrency))
     if kv_share > 0.5:
         lines.append(f"KV-bound at {most.concurrency} streams and context {context:.0f}: {kv_share:.0%} of what a step reads are "
                      "keys and values -> int8 KV cache, then a model with GQA or MLA.")
     if one.share >= 0.5:
         lines.append(f"One stream is memory-bound: {one.decode_per_s:.0f} tokens/s are {one.share:.0%} of the limit of reading "
-                     f"{load.weight_bytes / 1e6:.0f} MB of weights per token -> fewer bits (w4, ternary), then speculation, "
+                     f"{load.read_bytes(1) / 1e6:.0f} MB of weights per token -> fewer bits (w4, ternary), then speculation, "
                      "then a smaller (distilled) model.")
     else:
         lines.append(f"One stream reaches {one.share:.0%} of its bandwidth limit "

@@ -13,7 +13,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,24 @@ from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
 from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of
 from karui.inference.models.streaming import streamed_layers
-from karui.inference.models.weights import CheckedWeights, Weights
+from karui.inference.models.weights import CORRECTION, CheckedWeights, Weights, canonical
 from karui.kernels.native import quiet_torch
 from karui.kernels.native.arena import Arena
 from karui.kernels.native.kivi import UNIT, to_rows, to_units
-from karui.kernels.native.library import CACHE_TYPES, TARGETS, Batch, Config, Layer, Linear, Lora, Rounds, Stream, address, load
+from karui.kernels.native.library import (
+    CACHE_TYPES,
+    TARGETS,
+    Batch,
+    Config,
+    Layer,
+    Linear,
+    Lora,
+    Mixture,
+    Rounds,
+    Stream,
+    address,
+    load,
+)
 from karui.kernels.native.spill import BUFFERS, SpillFile
 from karui.kernels.native.weights import Packed, pack
 from karui.kernels.qtensor import QTensor
@@ -42,13 +57,21 @@ from karui.kernels.qtensor import QTensor
 log = logging.getLogger(__name__)
 
 _PARENTS = ("self_attn",) * 4 + ("mlp",) * 3
-_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+_VECTORS = ("input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight",
+            "self_attn.sinks")
 
 
 def default_threads() -> int:
     """Physical cores this process may run on."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def _lacking(config: ModelConfig) -> str:
+    """What of this model the native kernels do not compute, or an empty string."""
+    beyond = replace(config, mixture=None, sinks=False).beyond_llama
+    grouped = config.mixture is not None and config.mixture.groups > 1
+    return ", ".join(part for part in (beyond, "experts in groups" if grouped else "") if part)
 
 
 class NativeRunner:
@@ -71,8 +94,10 @@ class NativeRunner:
                  isa: str | None = None, weight_memory: int | None = None, offload_to: str | Path | None = None) -> None:
         if config.head_dim > 512 or config.head_dim % 2:
             raise UnsupportedError(f"head_dim {config.head_dim} is not supported by the native kernels: even and at most 512.")
-        if config.beyond_llama:
-            raise UnsupportedError(f"the native kernels have no {config.beyond_llama}.")
+        if lacking := _lacking(config):
+            raise UnsupportedError(f"the native kernels have no {lacking}.")
+        if config.mixture is not None and weight_memory is not None:
+            raise UnsupportedError("weight_memory: the native kernels read no layers with experts from a file; leave it out.")
         if threads is not None and threads < 1:
             raise KaruiError(f"threads must be at least 1, got {threads}.")
         self.config, self.threads, self.activation_bits = config, threads or default_threads(), activation_bits
@@ -97,14 +122,16 @@ class NativeRunner:
 
     def load_weights(self, weights: Weights) -> None:
         """Replace all weights; KV memory and adapters stay. Nothing changes when the check fails."""
+        if any(name.endswith("experts.gate_up_proj") for name in weights):
+            weights = canonical(weights)
         c, checked = self.config, CheckedWeights(self.config, weights)
         arena, norms = Arena(), list[torch.Tensor]()
         file = None if self._weight_memory is None else SpillFile(self._offload_to)
 
-        def matrix(module: str, where: Arena) -> Packed:
+        def matrix(module: str, where: Arena, activation_bits: int = self.activation_bits) -> Packed:
             bias = checked.get(f"{module}.bias")
             assert not isinstance(bias, QTensor)
-            return pack(self._lib, f"{module}.weight", checked[f"{module}.weight"], bias, self.activation_bits, where)
+            return pack(self._lib, f"{module}.weight", checked[f"{module}.weight"], bias, activation_bits, where)
 
         def vector(name: str) -> int | None:
             w = checked.get(name)
@@ -113,12 +140,14 @@ class NativeRunner:
             norms.append((w.dequantize() if isinstance(w, QTensor) else w).float().contiguous())
             return address(norms[-1])
 
-        linears, vectors, places = [], [], []
+        linears, vectors, places, mixtures = [], [], [], []
         for i in range(c.num_layers):
             prefix = f"model.layers.{i}."
+            mixed = c.mixture is not None and c.mixture.layers[i]
             linears.append([matrix(f"{prefix}{parent}.{target}", arena if file is None else Arena())
-                            for parent, target in zip(_PARENTS, TARGETS)])
-            vectors.append([vector(f"{prefix}{name}.weight") for name in _NORMS])
+                            for parent, target in zip(_PARENTS, TARGETS) if parent == "self_attn" or not mixed])
+            mixtures.append(self._mixture(f"{prefix}mlp.", partial(matrix, where=arena), vector) if mixed else None)
+            vectors.append([vector(f"{prefix}{name}") for name in _VECTORS])
             places.append((0, 0))
             if file is not None:
                 places[i] = file.add(linears[i])
@@ -127,6 +156,7 @@ class NativeRunner:
         head = embedding if c.tied else matrix("lm_head", arena)
         final, ends = vector("model.norm.weight"), [embedding] if c.tied else [embedding, head]
         in_layers = sum(packed.nbytes for layer in linears for packed in layer)
+        in_layers += sum(packed.nbytes for made in mixtures if made for packed in made[1])
         fixed = sum(packed.nbytes for packed in ends) + sum(n.numel() * 4 for n in norms)
         if file is not None:
             assert self._weight_memory is not None
@@ -141,7 +171,9 @@ class NativeRunner:
         layers = (Layer * c.num_layers)()
         for i in range(c.num_layers):
             window = c.sliding_window[i] if c.sliding_window else None
-            layers[i] = Layer(*(packed.linear for packed in linears[i]), *vectors[i], window or 0, *places[i])
+            matrices, (*norms_of, sinks), made = [packed.linear for packed in linears[i]], vectors[i], mixtures[i]
+            matrices += [Linear()] * (len(TARGETS) - len(matrices))
+            layers[i] = Layer(*matrices, *norms_of, window or 0, *places[i], ctypes.addressof(made[0]) if made else None, sinks)
         config = Config(c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size,
                         self.threads, c.norm_eps, self._rope_factor, address(self._inv_freq), final,
                         ctypes.addressof(embedding.linear), ctypes.addressof(head.linear), ctypes.addressof(layers),
@@ -155,17 +187,36 @@ class NativeRunner:
             raise KaruiError("no memory for the buffers of layers that are read from a file.")
         self.embedding: Linear = embedding.linear
         self.head: Linear = head.linear
-        self._held = (linears, ends, norms, layers, file)  # what the C++ side points into
+        self._held = (linears, ends, norms, layers, file, mixtures)  # what the C++ side points into
         self._weight_bytes = in_layers + fixed
         self.spilled_bytes = sum(size for _, size in places)
+
+    def _mixture(self, mlp: str, matrix: Callable[..., Packed], vector: Callable[[str], int | None]) -> tuple[Mixture, Any, Any]:
+        """A layer's experts for C++, the matrices, and what else must stay alive."""
+        m = self.config.mixture
+        assert m is not None
+        modules = [f"{mlp}experts.{e}" for e in range(m.experts)]
+        modules += [mlp + ("shared_expert" if m.shared_gate else "shared_experts")] * bool(m.shared_width)
+        experts = [matrix(f"{module}.{target}") for module in modules for target in TARGETS[-3:]]
+        router = matrix(mlp + m.router, activation_bits=16)
+        gate = matrix(f"{mlp}shared_expert_gate", activation_bits=16) if m.shared_width and m.shared_gate else None
+        table = (Linear * len(experts))(*(packed.linear for packed in experts))
+        alpha, limit = m.clamp or (0.0, 0.0)
+        made = Mixture(
+            m.experts, m.per_token, len(modules) - m.experts, m.sigmoid, m.normalized, 0, m.scaling, m.share_eps, m.share_min,
+            alpha, limit, 0.0, ctypes.addressof(router.linear), None if gate is None else ctypes.addressof(gate.linear),
+            vector(f"{mlp}{m.router}.{CORRECTION}") if m.corrected else None, ctypes.addressof(table))
+        return made, [*experts, router, *([gate] if gate else [])], table
 
     def weight_bytes(self) -> int:
         return self._weight_bytes
 
     def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None. An unknown module is an error."""
+        mixed = self.config.mixture.layers if self.config.mixture else (False,) * self.config.num_layers
         known = {f"model.layers.{i}.{parent}.{target}": i * len(TARGETS) + j
-                 for i in range(self.config.num_layers) for j, (parent, target) in enumerate(zip(_PARENTS, TARGETS))}
+                 for i in range(self.config.num_layers) for j, (parent, target) in enumerate(zip(_PARENTS, TARGETS))
+                 if parent == "self_attn" or not mixed[i]}
         for name in layers or {}:
             if name not in known:
                 raise KaruiError(f"adapter module {name!r} is not a linear of this decoder; adapted are {', '.join(TARGETS)}.")

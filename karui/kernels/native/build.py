@@ -22,8 +22,8 @@ from karui.configs.errors import KaruiError
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("model.cpp", "rounds.h", "draft.h", "medusa.h", "attention.h", "kivi.h", "ops.h", "sampling.h", "gemm.h", "tiles.h",
-           "simd.h", "weights.h", "threads.h", "spill.h")
+SOURCES = ("model.cpp", "mixture.h", "rounds.h", "draft.h", "medusa.h", "attention.h", "kivi.h", "ops.h", "sampling.h", "gemm.h",
+           "tiles.h", "simd.h", "weights.h", "threads.h", "spill.h")
 LOWBIT = ("lowbit.cpp",)
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 # Per instruction set: what the CPU must have (names of /proc/cpuinfo) and the compiler's flags. Best first.

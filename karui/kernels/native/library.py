@@ -37,7 +37,15 @@ class Layer(C.Structure):
 
     _fields_ = [(n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down")] + [
         (n, C.c_void_p) for n in ("input_norm", "post_norm", "q_norm", "k_norm")] + [
-        (n, C.c_int64) for n in ("window", "spilled_at", "spilled_bytes")]
+        (n, C.c_int64) for n in ("window", "spilled_at", "spilled_bytes")] + [(n, C.c_void_p) for n in ("mixture", "sinks")]
+
+
+class Mixture(C.Structure):
+    """`Mixture` of mixture.h."""
+
+    _fields_ = [(n, C.c_int32) for n in ("experts", "chosen", "shared", "sigmoid", "normalized", "padding")] + [
+        (n, C.c_float) for n in ("scaling", "share_eps", "share_min", "alpha", "limit", "padding2")] + [
+        (n, C.c_void_p) for n in ("router", "shared_gate", "correction", "expert")]
 
 
 class Config(C.Structure):
@@ -122,7 +130,7 @@ class Library:
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("karui_"), function)
-        for which, structure in enumerate((Linear, Layer, Config, Batch, Lora, Drafter, Draft, Stream, Rounds, Medusa)):
+        for which, structure in enumerate((Linear, Layer, Config, Batch, Lora, Drafter, Draft, Stream, Rounds, Medusa, Mixture)):
             assert self.sizes(which) == C.sizeof(structure), f"{structure.__name__} differs between C++ and Python"
 
     def __getattr__(self, name: str) -> Any:  # only for type checkers: functions are set in __init__

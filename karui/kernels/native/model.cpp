@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "medusa.h"
 #include "kivi.h"
+#include "mixture.h"
 #include "sampling.h"
 #include "spill.h"
 #include "threads.h"
@@ -24,7 +25,10 @@ struct Layer {
     const float *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm, k_norm: [head_dim] or null
     int64_t window;                                         // keys a row sees, itself included; 0: all
     int64_t spilled_at, spilled_bytes;                      // in the file; 0 bytes: in memory. Of a spilled layer's linears the
-};                                                          // pointers are offsets in its part of the file
+                                                            // pointers are offsets in its part of the file
+    const Mixture* mixture;                                 // in place of gate, up and down; or null
+    const float* sinks;                                     // [heads] logits that take a share of each query's attention; or null
+};
 struct Config {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, max_threads;
     float eps, rope_factor;  // rope_factor multiplies cos and sin
@@ -161,6 +165,8 @@ struct Model {
     RowCosts costs;
     Drafting drafting;
     MedusaDrafting medusa;
+    Mixing mixing;
+    std::vector<const Mixture*> mixtures;  // of each layer
     Spill spill;
     bool ready = false;
 
@@ -186,8 +192,16 @@ struct Model {
             for (const Linear* w : {&y.q, &y.k, &y.v, &y.gate, &y.up}) fit(ld_hidden, *w);
             fit(ld_q, y.o);
             fit(ld_inter, y.down);
+            if (!y.mixture) continue;
+            const Mixture& m = *y.mixture;
+            fit(ld_hidden, *m.router);
+            for (int i = 0; i < 3 * (m.experts + m.shared); i++) if (i % 3 < 2) fit(ld_hidden, m.expert[i]);
+            max_padded = std::max(max_padded, mixing.max_padded(m));
         }
         for (Scratch* s : scratch) s->panel.need((size_t)max_padded * PANEL);
+        mixtures.clear();
+        for (int l = 0; l < c.layers; l++) if (c.layer[l].mixture) mixtures.assign(c.layers, nullptr);
+        for (int l = 0; l < (int)mixtures.size(); l++) mixtures[l] = c.layer[l].mixture;
         std::vector<Spill::Place> places;
         for (int l = 0; l < c.layers; l++)
             if (c.layer[l].spilled_bytes) places.push_back({c.layer[l].spilled_at, c.layer[l].spilled_bytes});
@@ -533,7 +547,7 @@ struct Model {
                 for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * dim_padded, part[i], out + (int64_t)i * dim_padded, dim_padded);
         }
         if (item.chunk < 0)
-            for (int i = 0; i < nq; i++) write_mixed(*inputs[0], base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
+            for (int i = 0; i < nq; i++) write_mixed(*inputs[0], c.layer[layer].sinks, base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
     }
     // attend_item() over a KIVI cache: chunks of codes, then those of the rows' own block, in fp16.
     template <int BITS> void attend_coded_item(const Item& item, int layer, Scratch& w) {
@@ -582,7 +596,7 @@ struct Model {
                 for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * dim_padded, part[i], out + (int64_t)i * dim_padded, dim_padded);
         }
         if (item.chunk < 0)
-            for (int i = 0; i < nq; i++) write_mixed(*inputs[0], base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
+            for (int i = 0; i < nq; i++) write_mixed(*inputs[0], c.layer[layer].sinks, base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
     }
     // The codes that this thread will likely need next, as prefetch_keys().
     void prefetch_coded(const Coded& codes, const Item& item, int chunk, int before) const {
@@ -622,9 +636,13 @@ struct Model {
             groups[count++] = (const T*)cached.keys + key_at(cached, slot_of(sequence, i) / 16 * 16, head, 0);
         prefetch_chunk<T>(groups, count);
     }
-    void write_mixed(Inputs& in, int row, int head, const Partial& run, const float* total) {
+    void write_mixed(Inputs& in, const float* sinks, int row, int head, const Partial& run, const float* total) {
         float* out = in.mixed.data + (int64_t)row * ld_q + head * c.head_dim;
-        const float r = 1.0f / run.sum;
+        float r = 1.0f / run.sum;
+        if (sinks) {  // one more logit, without a value
+            const float top = std::max(run.largest, sinks[head]), mine = expf(run.largest - top);
+            r = mine / (run.sum * mine + expf(sinks[head] - top));
+        }
         for (int d = 0; d < c.head_dim; d++) out[d] = total[d] * r;
     }
 
@@ -654,7 +672,7 @@ struct Model {
                     const int64_t p = items[k].partial + j;
                     merge(run, total, split.data[p], split_out.data + p * dim_padded, dim_padded);
                 }
-                write_mixed(in, base + j / group, item.kv_head * group + j % group, run, total);
+                write_mixed(in, c.layer[layer].sinks, base + j / group, item.kv_head * group + j % group, run, total);
             }
         }
         prepared(t);
@@ -742,6 +760,7 @@ struct Model {
             low.need(T * low_ld);
             product.need(T * ld_hidden);
         }
+        if (!mixtures.empty()) mixing.prepare(mixtures.data(), c.layers, batch.tokens_n, team.active(), own);
         plan(team.active());
         next.store(0);
     }
@@ -787,9 +806,12 @@ struct Model {
             quantize(o, 1, mixed.mixed.data, ld_q, r0, r1, mixed.coded);
             prepared(t);
             add_to_residual(&y.o, mixed.mixed.data, ld_q, mixed.coded, t, n, adapted ? base + 3 : nullptr);
-            Inputs& post = norm_rows(y.post_norm, gate_up, 2, T, t, n);
-            const Codes* product_codes = gate_up_down(y, post, t, n, adapted ? lora_gu : nullptr);
-            add_to_residual(&y.down, gate.data, ld_inter, product_codes, t, n, adapted ? base + 6 : nullptr);
+            Inputs& post = norm_rows(y.post_norm, gate_up, y.mixture ? 0 : 2, T, t, n);
+            if (y.mixture) mixing.run(team, *y.mixture, post.normed.data, ld_hidden, T, h.data, ld_hidden, scratch[t]->panel.data, t, n);
+            else {
+                const Codes* product_codes = gate_up_down(y, post, t, n, adapted ? lora_gu : nullptr);
+                add_to_residual(&y.down, gate.data, ld_inter, product_codes, t, n, adapted ? base + 6 : nullptr);
+            }
             if (spilled) spill.leave(n);
         }
         for (int i = 0; i < b->aux_n; i++)
@@ -895,8 +917,8 @@ extern "C" {
 
 int karui_sizes(int which) {  // so that the wrapper can check that it mirrors the structures
     const int sizes[] = {(int)sizeof(Linear), (int)sizeof(Layer), (int)sizeof(Config), (int)sizeof(Batch), (int)sizeof(Lora), (int)sizeof(Drafter),
-                         (int)sizeof(Draft), (int)sizeof(Stream), (int)sizeof(Rounds), (int)sizeof(Medusa)};
-    return which < 10 ? sizes[which] : -1;
+                         (int)sizeof(Draft), (int)sizeof(Stream), (int)sizeof(Rounds), (int)sizeof(Medusa), (int)sizeof(Mixture)};
+    return which < 11 ? sizes[which] : -1;
 }
 
 void karui_pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uint8_t* out) { pack(codes, n, k, k_padded, bits, out); }

@@ -79,18 +79,32 @@ static void rotate(float* x, const float* cosine, const float* sine, int dim, fl
     }
 }
 
+// out = lanes(x, y), vector by vector; `out` may be x.
+template <typename F> INLINE void each(const float* x, const float* y, int n, float* out, F lanes) {
+    int i = 0;
+    for (; i + W <= n; i += W) store(out + i, lanes(load(x + i), load(y + i)));
+    if (i < n) {
+        float a[W] = {0}, b[W] = {0};
+        memcpy(a, x + i, (n - i) * 4);
+        memcpy(b, y + i, (n - i) * 4);
+        store(a, lanes(load(a), load(b)));
+        memcpy(out + i, a, (n - i) * 4);
+    }
+}
+
 // out = silu(gate) * up. `out` may be `gate`.
 static void swiglu(const float* gate, const float* up, int n, float* out) {
-    auto lanes = [](V g, V u) { return mul(div(g, add(set1(1.0f), vexp(sub(set1(0.0f), g)))), u); };
-    int i = 0;
-    for (; i + W <= n; i += W) store(out + i, lanes(load(gate + i), load(up + i)));
-    if (i < n) {
-        float g[W] = {0}, u[W] = {0};
-        memcpy(g, gate + i, (n - i) * 4);
-        memcpy(u, up + i, (n - i) * 4);
-        store(g, lanes(load(g), load(u)));
-        memcpy(out + i, g, (n - i) * 4);
-    }
+    each(gate, up, n, out, [](V g, V u) { return mul(div(g, add(set1(1.0f), vexp(sub(set1(0.0f), g)))), u); });
+}
+
+// out = g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up within +-limit (gpt-oss). `out` may be `gate`.
+static void clamped_glu(const float* gate, const float* up, int n, float alpha, float limit, float* out) {
+    auto lanes = [&](V g, V u) {
+        g = vmin(g, set1(limit));
+        u = vmax(vmin(u, set1(limit)), set1(-limit));
+        return mul(div(g, add(set1(1.0f), vexp(mul(set1(-alpha), g)))), add(u, set1(1.0f)));
+    };
+    each(gate, up, n, out, lanes);
 }
 
 // Row `row` as k floats (the token embedding).
