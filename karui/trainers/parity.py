@@ -146,7 +146,8 @@ def merged_model(
 
 
 def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor], eights: Sequence[str] = ()) -> Any:
-    """Transformers' fp32 model of a parsed config.json with the given weights; every parameter must be among them or tied.
+    """Transformers' fp32 model of a parsed config.json with the given weights, under its names or karui's; every parameter must
+    be among them or tied.
 
     The inputs of the linears named in `eights` are quantized to 8 bits per token, as the engine does for specs that end in a8.
     """
@@ -154,6 +155,7 @@ def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor], e
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from karui.inference.models.config import special_floats
+    from karui.inference.models.weights import canonical_name
     from karui.qat.activations import attach
     from karui.qat.experts import unfuse
 
@@ -163,10 +165,10 @@ def quantized_model(config: dict[str, Any], dense: Mapping[str, torch.Tensor], e
     unfuse(model)
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
-            parameter.data.copy_(dense[name])
+            parameter.data.copy_(dense[name if name in dense else canonical_name(name)])
         for name, buffer in model.named_buffers():  # what routers of DeepSeek add to their scores is no parameter
-            if name in dense:
-                buffer.copy_(dense[name])
+            if (held := name if name in dense else canonical_name(name)) in dense:
+                buffer.copy_(dense[held])
     attach(model, dict.fromkeys(eights))
     return model
 

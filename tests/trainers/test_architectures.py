@@ -16,6 +16,7 @@ from karui.configs.recipe import ModelSection, Recipe
 from karui.inference.bundle import open_model
 from karui.inference.engine import Engine
 from karui.trainers.data import IGNORE
+from karui.trainers.kv_levels import make_levels
 from karui.trainers.model import LossSum, install_lean_ops, load_model
 from karui.trainers.pipeline import run_pipeline
 from karui.trainers.quantize import quantize_to_bundle
@@ -121,7 +122,8 @@ def test_a_released_gpt_oss_is_tuned_and_keeps_its_codes(folder_of, rows_file, t
     assert str(bundle.spec("model.layers.0.self_attn.q_proj.weight")) == "w4g32"
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qlora", "deepseek_v3"), ("sft-full", "gemma3_text"), ("qlora", "gemma2"), ("lora", "gpt_oss")])
+@pytest.mark.parametrize(("name", "kind"), [("qlora", "deepseek_v3"), ("sft-full", "gemma3_text"), ("qlora", "gemma2"), ("lora", "gpt_oss"),
+                                            ("qlora", "exaone4"), ("lora", "ernie4_5_moe")])
 def test_a_shipped_recipe_trains_and_exports_it(name, kind, folder_of, rows_file, tmp_path, own_cache):  # noqa: F811
     result = run_pipeline(short(name, folder_of(kind), rows_file, tmp_path))
     metrics = result.run.metrics
@@ -187,6 +189,21 @@ def test_rollouts_have_the_weights_in_training(kind, folder_of):
     coded = check_weights(from_hf(model.config.to_dict()), dense_weights(model, QuantSpec.parse("w4g16")))
     matrices = {n: w for n, w in coded.items() if len(w.shape) == 2 and ".layers." in n}
     assert all(isinstance(w, QTensor) != n.endswith("mlp.gate.weight") for n, w in matrices.items())
+
+
+def test_levels_of_a_kvquant_cache(folder_of, tmp_path):
+    """Made over routers and experts under their own names; refused where keys do not all turn as k_proj makes them."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i + 3} is {i * (i + 3)}. " for i in range(60)))
+    for kind in ("granitemoe", "minimax_m2"):
+        folder = folder_of(kind)
+        make_levels(str(folder), kv_dtype="kvquant4", calibration=text, samples=8, length=64)
+        coded, plain = (Engine.load(folder, kv_dtype=kv, max_context=128, memory="8MB") for kv in ("kvquant4", "float32"))
+        ids = [[5 + i % 60 for i in range(100)]]
+        error = (coded.score(ids)[0] - plain.score(ids)[0]).abs()
+        assert 0 < error.mean() < 0.1
+    with pytest.raises(UnsupportedError, match="keys rotate interleaved; levels are of keys"):
+        make_levels(str(folder_of("ernie4_5")), kv_dtype="kvquant4", calibration=text)
 
 
 def test_what_would_be_trained_wrongly_is_refused(folder_of):
