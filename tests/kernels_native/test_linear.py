@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler")
 
 INTEGER = ("w4g32", "w4g16", "w4g64", "w4g96a", "w4g32a", "w4g32:fp32", "w4g32a8", "w4g64a8", "w4", "w4t", "w8", "w8g32", "w8a8",
            "w8g64a", "w8t", "w3g32", "w3g64a", "w3g16", "w2g32", "w2g64a", "w5g32", "w6a", "w1.58", "w1.58a8", "w1.58g64", "w1",
-           "w4g32:bf16")
+           "w4g32:bf16", "mxfp4", "nvfp4")
 FLOAT = ("nf4", "nf4dq", "fp8", "fp32", "fp16", "bf16", "w4g8")
 DENSE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHAPES = ((1, 33, 192), (2, 16, 96), (3, 7, 192), (5, 50, 576), (9, 40, 192), (31, 24, 384))  # rows, out, in
@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_in_every_batch(kind, activation_bits, isa):
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("kind", ("w4g32", "w4g96a", "w8", "w3g32", "w2g64a", "w1.58", "nf4", "fp32", "fp16", "bf16"))
+@pytest.mark.parametrize("kind", ("w4g32", "w4g96a", "w8", "w3g32", "w2g64a", "w1.58", "nf4", "mxfp4", "nvfp4", "fp32", "fp16", "bf16"))
 def test_rows_decode_to_the_dequantized_values_exactly(kind, isa):
     """The packed codes and scales are the given ones: nothing was quantized again."""
     torch.manual_seed(4)
@@ -109,6 +109,15 @@ def test_largest_codes_do_not_overflow(isa):
         x = torch.full((9, 1536), -3.0)
         want = x.double() @ values(q).T
         assert torch.allclose(linear(load(isa), pack(load(isa), "w", q), x).double(), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("code", (7, 15))  # 6 and -6
+def test_largest_fp4_numbers_do_not_overflow(code, isa):
+    q = quantize(torch.full((16, 1536), 6.0), QuantSpec.parse("mxfp4"))
+    q = QTensor(torch.full_like(q.codes, code), q.scale, None, q.spec, q.shape)
+    x = torch.full((9, 1536), -3.0)
+    assert torch.allclose(linear(load(isa), pack(load(isa), "w", q), x).double(), x.double() @ values(q).T, rtol=1e-6)
 
 
 def test_bad_scales_and_values_are_refused_by_name():

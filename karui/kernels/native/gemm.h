@@ -14,8 +14,11 @@
 
 constexpr int PREFETCH = 4096;  // bytes ahead in the weight stream; on huge pages 1.5 KB costs a tenth, none is as good as 4 KB
 
+constexpr int stored(int bits) { return bits == HALVES ? 4 : bits; }
+
 template <int BITS, int Q> INLINE U unpack(const uint8_t* chunk) {  // quad Q of a chunk, the lanes from `chunk` on
     if constexpr (BITS == 8) return bytes(chunk + 64 * Q);
+    else if constexpr (BITS == HALVES) return halves(unpack<4, Q>(chunk));
     else if constexpr (BITS == 4) return field<4 * (Q % 2), 15>(bytes(chunk + 64 * (Q / 2)));
     else {
         U low = field<2 * (Q % 4), 3>(bytes(chunk + 64 * (Q / 4)));
@@ -50,11 +53,11 @@ INLINE void finish(const Linear& w, V sum, int row, float* y, bool accumulate) {
 }
 
 // Rows [m0, m0+M) of the activations, which lie in one tile, times rows [row, row + N*W) of the weights.
-// BLOCK: 16, 32, or 0 for longer blocks. AFFINE: a zero point per group.
+// BITS: 2, 3, 4, 8 or HALVES. BLOCK: 16, 32, or 0 for longer blocks. AFFINE: a zero point per group.
 template <int BITS, int M, int N, int BLOCK, bool AFFINE>
 static void tile_int(const Linear& w, const Activations& a, int m0, int row, float* y, int ldy, bool accumulate) {
     typedef Dot<BITS> D;
-    constexpr int bytes_per_chunk = CHUNK * PANEL * BITS / 8;
+    constexpr int bytes_per_chunk = CHUNK * PANEL * stored(BITS) / 8;
     const int block = BLOCK ? BLOCK : w.block, blocks = w.k_padded / block, groups = w.k_padded / w.group;
     const int blocks_per_group = w.group / block, chunks_per_block = BLOCK ? 1 : block / CHUNK;
     const int panel = row / PANEL, lane = row % PANEL;
@@ -108,7 +111,7 @@ static void tile_int(const Linear& w, const Activations& a, int m0, int row, flo
 namespace tiles {
 
 constexpr int FEWEST = 9, STRIP = 18;  // rows that pay; blocks whose integer sums are made and stored before the float sums read them
-template <int BITS, bool AFFINE> constexpr bool takes = BITS < 8 || !AFFINE;  // codes minus zeros are signed bytes
+template <int BITS, bool AFFINE> constexpr bool takes = BITS != 8 || !AFFINE;  // codes minus zeros are signed bytes
 
 static inline Shapes shapes(int block, int rest) {  // registers 0, 1: sums, activations; 2, 3: the same for the last rows; 4: weights
     const int inputs = block == 16 ? 16 : CHUNK;
@@ -129,7 +132,7 @@ template <int BITS, int Q = 0> INLINE void unpack_chunk(const uint8_t* from, con
 template <int BITS, bool AFFINE> static void unpack_panel(const Linear& w, const uint8_t* codes, int panel, int8_t* to) {
     const int groups = w.k_padded / w.group;
     U zero[2] = {_mm512_set1_epi8((char)w.zero), _mm512_set1_epi8((char)w.zero)};
-    for (int c = 0; c * CHUNK < w.k_padded; c++, codes += CHUNK * PANEL * BITS / 8, to += CHUNK * PANEL) {
+    for (int c = 0; c * CHUNK < w.k_padded; c++, codes += CHUNK * PANEL * stored(BITS) / 8, to += CHUNK * PANEL) {
         for (int half = 0; half < 2 && AFFINE; half++) {  // each row's to its four bytes
             const I each = iload_u8(w.zeros + ((int64_t)panel * groups + (c * CHUNK + 16 * half) / w.group) * PANEL);
             zero[half] = imul(each, iset1(0x01010101));
@@ -193,7 +196,7 @@ template <int BITS, int BLOCK, bool AFFINE>
 static int multiply(const Linear& w, const Activations& a, int rows, int first, int last, float* y, int ldy, bool accumulate, int8_t* scratch) {
     const int whole = rows / TILE * TILE, rest = rows - whole >= FEWEST ? rows - whole : 0;
     if (!takes<BITS, AFFINE> || whole + rest == 0 || !allowed()) return 0;
-    const int64_t bytes = (int64_t)w.k_padded * PANEL * BITS / 8;
+    const int64_t bytes = (int64_t)w.k_padded * PANEL * stored(BITS) / 8;
     const Configured configured(shapes(w.block, rest ? rest : 1));
     for (int p = first; p < last; p++) {
         const uint8_t *codes = w.codes + p * bytes, *next = codes + bytes, *end = p + 1 < last ? next + bytes : next;
@@ -215,7 +218,7 @@ INLINE void decode_quads(const Linear& w, const uint8_t* codes, const V* scale, 
         const I c[4] = {byte_of<0>(u), byte_of<1>(u), byte_of<2>(u), byte_of<3>(u)};
         for (int j = 0; j < 4; j++) {
             const int h = Q / 4 * (PANEL / W) + n;  // the two halves of a chunk may belong to two groups of 16
-            V v = w.kind == NF4 ? lookup16(w.table, c[j]) : to_float(isub(c[j], zero[h]));
+            V v = w.table ? lookup16(w.table, c[j]) : to_float(isub(c[j], zero[h]));
             store(out + (4 * Q + j) * PANEL + W * n, mul(v, scale[h]));
         }
     }
@@ -307,7 +310,7 @@ static void panel_float(const Linear& w, const Activations& a, int rows, int pan
 
 // Panels [first, last) of y[:, :n] = x W^T. `scratch` holds k_padded * 16 floats.
 static void multiply(const Linear& w, const Activations& a, int rows, int first, int last, float* y, int ldy, bool accumulate, float* scratch) {
-    if (w.kind != QUANTIZED || w.act_bits != 8) {
+    if (!integer(w)) {
         for (int p = first; p < last; p++) panel_float(w, a, rows, p, y, ldy, accumulate, scratch);
         return;
     }
@@ -326,7 +329,8 @@ static void multiply(const Linear& w, const Activations& a, int rows, int first,
         else panels(bits, std::integral_constant<int, 0>(), affine);
     };
     auto with_bits = [&](auto affine) {
-        if (w.bits == 8) with(std::integral_constant<int, 8>(), affine);
+        if (w.kind == E2M1) with(std::integral_constant<int, HALVES>(), std::false_type());
+        else if (w.bits == 8) with(std::integral_constant<int, 8>(), affine);
         else if (w.bits == 4) with(std::integral_constant<int, 4>(), affine);
         else if (w.bits == 3) with(std::integral_constant<int, 3>(), affine);
         else with(std::integral_constant<int, 2>(), affine);

@@ -17,7 +17,7 @@ from karui.kernels.native.build import build, chosen_isa
 
 log = logging.getLogger(__name__)
 
-QUANTIZED, NF4, FP32, FP16, BF16 = range(5)
+QUANTIZED, NF4, FP32, FP16, BF16, E2M1 = range(6)
 PLAIN, LOOKUP, EAGLE3, MEDUSA = range(4)
 """Who drafts in rounds.h."""
 CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2, "kivi4": 3, "kivi2": 4}

@@ -6,11 +6,10 @@
 
 static inline int round_up(int a, int b) { return (a + b - 1) / b * b; }
 
-// Whether a linear reads int8 activations, and what their block sums are multiplied with (see Activations).
-static inline bool integer(const Linear& w) { return w.kind == QUANTIZED && w.act_bits == 8; }
+// What block sums of a linear's activations are multiplied with (see Activations).
 static inline int32_t factor(const Linear& w) {
     if (w.zeros) return 1;
-    const int bias = w.bits == 8 ? Dot<8>::bias : Dot<4>::bias;
+    const int bias = w.kind == E2M1 ? Dot<HALVES>::bias : w.bits == 8 ? Dot<8>::bias : Dot<4>::bias;
     return bias - w.zero;
 }
 

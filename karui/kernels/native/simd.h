@@ -16,6 +16,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+constexpr int HALVES = 48;  // in place of a number of bits: e2m1 codes, which are whole numbers of halves
+
 INLINE float bits_to_float(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
 INLINE float round_to_bf16(float x) {  // to nearest even; NaN stays NaN
     uint32_t b;
@@ -108,6 +110,11 @@ INLINE V beyond_bf16(V a) {  // what rounding a to bf16 drops
 INLINE V dot2(V a, V b, V sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }  // sum + a0 b0 + a1 b1
 #endif
 
+// e2m1 codes to twice their number plus 12.
+INLINE U halves(U codes) {
+    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+}
 // Dot products of unsigned weight codes with signed activations, exact in int32: open, step (8 times or fewer), close.
 template <int BITS> struct Dot {
     static constexpr int bias = 0;  // close() holds sum (code - bias) * x
@@ -229,6 +236,22 @@ template <> struct Dot<8> {
     }
     INLINE I close(I, P p) { return p; }
 };
+// e2m1 codes to twice their number, signed: 8 sums of at most 2 * 12 * 127 stay below 24,384.
+INLINE U halves(U codes) {
+    const __m128i table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+}
+template <> struct Dot<HALVES> {
+    static constexpr int bias = 12;
+    typedef __m256i P;
+    INLINE P open(I) { return _mm256_setzero_si256(); }
+    INLINE P step(P p, U w, U x) {
+        p = _mm256_add_epi16(p, _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
+        asm("" : "+x"(p));
+        return p;
+    }
+    INLINE I close(I total, P p) { return _mm256_add_epi32(total, _mm256_madd_epi16(p, _mm256_set1_epi16(1))); }
+};
 
 #else  // plain C++ (GCC and clang vector extensions)
 
@@ -298,6 +321,12 @@ INLINE V zip_low(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + i % 4 
 INLINE V zip_high(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + 2 + i % 4 / 2]; return r; }
 INLINE V pairs_low(V a, V b) { V r; EACH r[i] = (i % 4 < 2 ? a : b)[i / 4 * 4 + i % 2]; return r; }
 INLINE V pairs_high(V a, V b) { V r; EACH r[i] = (i % 4 < 2 ? a : b)[i / 4 * 4 + 2 + i % 2]; return r; }
+INLINE U halves(U codes) {
+    static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    U r;
+    for (int i = 0; i < 4 * W; i++) r[i] = table[codes[i]];
+    return r;
+}
 template <int BITS> struct Dot {
     static constexpr int bias = 0;
     typedef I P;

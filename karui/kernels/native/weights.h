@@ -11,13 +11,15 @@
 //     3 bits: 192 bytes, the low two bits as above, then one vector holding bit 2 of quad q at bit q
 //   scales [panel][group][16], fp16 or fp32; zeros [panel][group][16] uint8, or one number for the whole matrix.
 // nf4: laid out as 4 bits, value = table[code] * scale; always multiplied with float activations.
+// e2m1 (MXFP4, NVFP4): laid out as 4 bits, value = table[code] * scale, where table holds twice the number that the code stands for, whole
+//   and within +-12, and scale is half of the grid's; so its products are integers too.
 // float (fp32, fp16, bf16): [panel][k][16].
 #pragma once
 #include <stdint.h>
 
 constexpr int PANEL = 16, CHUNK = 32;
 
-enum Kind : int32_t { QUANTIZED = 0, NF4 = 1, FP32 = 2, FP16 = 3, BF16 = 4 };
+enum Kind : int32_t { QUANTIZED = 0, NF4 = 1, FP32 = 2, FP16 = 3, BF16 = 4, E2M1 = 5 };
 
 struct Linear {
     int32_t kind, bits;
@@ -34,8 +36,11 @@ struct Linear {
     const void* scales;
     const uint8_t* zeros;
     const float* bias;      // [n] or null
-    const float* table;     // nf4: 16 values
+    const float* table;     // nf4, e2m1: 16 values
 };
+
+// Whether a linear reads int8 activations.
+static inline bool integer(const Linear& w) { return (w.kind == QUANTIZED || w.kind == E2M1) && w.act_bits == 8; }
 
 static inline int chunk_bytes(const Linear& w) {
     switch (w.kind) {

@@ -5,6 +5,7 @@ What becomes of a weight:
     int 5 to 8 bits                                                  8 bits, integer products
     ternary, binary                                                  2 bits, integer products
     nf4, nf4dq                                                       4 bits and a table of 16 values, float products
+    mxfp4, nvfp4                                                     4 bits, integer products: E2M1 is whole numbers of halves
     fp16, bf16, fp32 tensors                                         kept, float products
     anything else, and groups that are no multiple of 16             dequantized to fp32 (exact), float products; logged
 """
@@ -20,12 +21,13 @@ import torch
 
 from karui.configs.errors import CorruptError, KaruiError
 from karui.kernels.native.arena import Arena
-from karui.kernels.native.library import BF16, FP16, FP32, NF4, QUANTIZED, Library, Linear, address
+from karui.kernels.native.library import BF16, E2M1, FP16, FP32, NF4, QUANTIZED, Library, Linear, address
 from karui.kernels.qtensor import QTensor
 
 log = logging.getLogger(__name__)
 
 PANEL, CHUNK = 16, 32
+_HALVES, _MIDDLE = (0, 1, 2, 3, 4, 6, 8, 12), 12  # of E2M1's positive codes; what simd.h adds to them where codes are unsigned
 _DENSE = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
 
 
@@ -72,7 +74,7 @@ def pack(library: Library, name: str, weight: QTensor | torch.Tensor, bias: torc
 
 def _fits(q: QTensor) -> bool:
     group = q.spec.group_size
-    return q.spec.format in ("int", "ternary", "binary", "nf4") and len(q.shape) == 2 and (group is None or group % 16 == 0)
+    return q.spec.format in ("int", "ternary", "binary", "nf4", "mxfp4", "nvfp4") and len(q.shape) == 2 and (group is None or group % 16 == 0)
 
 
 def _dense(name: str, w: torch.Tensor, arena: Arena) -> Packed:
@@ -102,6 +104,10 @@ def _quantized(library: Library, name: str, q: QTensor, activation_bits: int, ar
 
         kind, bits, offset = NF4, 4, 0
         scale, table = block_absmax(q), (torch.tensor(CODEBOOK, dtype=torch.float32),)
+    elif spec.format in ("mxfp4", "nvfp4"):
+        kind, bits, offset = E2M1, 4, 0
+        scale, halves = _half_scale(q), [*_HALVES, *(-x for x in _HALVES)]
+        table = (torch.tensor(halves, dtype=torch.float32),)
     else:
         kind = QUANTIZED
         bits = 2 if spec.format != "int" else spec.bits if spec.bits <= 4 else 8
@@ -119,10 +125,22 @@ def _quantized(library: Library, name: str, q: QTensor, activation_bits: int, ar
     per_token = spec.activation_bits == 8
     block = (group if group % CHUNK == 0 else math.gcd(group, CHUNK)) if per_token else math.gcd(group, CHUNK)
     linear = Linear(kind=kind, bits=bits, n=n, k=k, k_padded=k_padded, group=group, block=block, per_token=int(per_token),
-                    act_bits=16 if kind == NF4 else activation_bits, scale_fp32=int(scales.dtype == torch.float32), zero=offset,
+                    act_bits=16 if kind == NF4 else activation_bits, scale_fp32=int(scales.dtype == torch.float32),
+                    zero=_MIDDLE if kind == E2M1 else offset,
                     codes=address(packed), scales=address(scales), zeros=address(zeros),
                     table=address(table[0]) if table else None)
     return Packed(linear, (packed, scales, *(() if zeros is None else (zeros,)), *table))
+
+
+def _half_scale(q: QTensor) -> torch.Tensor:
+    """Half of each block's scale [n, G], fp32 or, where that loses nothing, fp16: the factor of a code's number of halves."""
+    if q.spec.format == "mxfp4":
+        from karui.kernels.quantize.microscaling import e8m0_value
+
+        scale = e8m0_value(q.scale.view(torch.uint8)) / 2
+        return scale.half() if torch.equal(scale.half().float(), scale) else scale
+    assert q.extra is not None
+    return q.scale.float() / q.extra["global_scale"].float() / 2
 
 
 def _by_panel(x: torch.Tensor, n: int, groups: int) -> torch.Tensor:
