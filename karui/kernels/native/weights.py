@@ -74,7 +74,8 @@ def pack(library: Library, name: str, weight: QTensor | torch.Tensor, bias: torc
 
 def _fits(q: QTensor) -> bool:
     group = q.spec.group_size
-    return q.spec.format in ("int", "ternary", "binary", "nf4", "mxfp4", "nvfp4") and len(q.shape) == 2 and (group is None or group % 16 == 0)
+    known = q.spec.format in ("int", "ternary", "binary", "nf4", "mxfp4", "nvfp4")
+    return known and len(q.shape) == 2 and (group is None or group % 16 == 0)
 
 
 def _dense(name: str, w: torch.Tensor, arena: Arena) -> Packed:
