@@ -211,7 +211,7 @@ def test_released_config_files_say_the_same():
 def test_what_other_runners_lack():
     native = pytest.importorskip("karui.inference.models.native")
     for case, said in (("granitemoe", "scaled activations"), ("smollm3", "layers without RoPE"), ("glm4", "fused projections"),
-                       ("ernie4_5", "interleaved RoPE"), ("hunyuan", "other norms"), ("cohere", "parallel layers"),
+                       ("hunyuan", "other norms"), ("cohere", "parallel layers"),
                        ("olmoe", "other norms"), ("exaone4", "other norms"), ("minimax_m2", "partial RoPE")):
         _, config, weights = made(case)
         assert unsuited(config, torch.device("cpu")) == f"model type {config.model_type}"
@@ -226,13 +226,25 @@ def test_what_other_runners_lack():
             TorchRunner(config, weights).set_kv_levels(levels)
 
 
-def test_seed_oss_runs_natively():
-    """It is a llama with biases: the native runner's logits are transformers'."""
+@pytest.mark.parametrize("case", ["seed_oss", "seed_oss-biased", "ernie4_5", "ernie4_5-biased", "ernie4_5_moe"])
+def test_what_runs_natively(case):
+    """Llamas with biases, and with RoPE of other pairs, whose rows of q and k are reordered: transformers' logits; codes, adapters."""
     native = pytest.importorskip("karui.inference.models.native")
-    for case in ("seed_oss", "seed_oss-biased"):
-        model, config, weights = made(case)
-        runner = native.NativeRunner(config, weights, threads=1, activation_bits=16)
-        assert_ragged_batch_is_right(runner, model)
+    model, config, weights = made(case, hidden_size=64)
+    assert_ragged_batch_is_right(native.NativeRunner(config, weights, threads=1, activation_bits=16), model)
+    ids = torch.randint(0, 199, (30,)).tolist()
+    held = dict(TorchRunner(config, weights)._weights)
+    for spec, linears in (("w4g8", "_proj.weight"), ("w4g8a", "_proj.weight"), ("w8t", "q_proj.weight"), ("nf4dq", "k_proj.weight")):
+        coded = {n: quantize(w, QuantSpec.parse(spec)) if n.endswith(linears) else w for n, w in held.items()}
+        runners = (native.NativeRunner(config, coded, threads=1, activation_bits=16), TorchRunner(config, coded))
+        adapters = {f"model.layers.{i}.self_attn.{x}_proj": LoraWeights(
+            torch.randn(3, 64) * 0.1, torch.randn(out, 3) * 0.1, 1.5, torch.rand(out) + 0.5)
+            for i in range(2) for x, out in (("q", 48), ("k", 16), ("v", 16))}
+        for runner in runners:
+            runner.set_adapter(0, adapters)
+        got, want = (torch.stack([logits_of(runner, ids), logits_of(runner, ids, adapter=0)]) for runner in runners)
+        assert (got - want).abs().max() < 2e-4 * want.abs().max(), spec
+        assert (want[0] - want[1]).abs().max() > 0.05 * want.abs().max()
 
 
 def test_refusals():

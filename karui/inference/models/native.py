@@ -30,7 +30,7 @@ from karui.inference.cache.groups import LayerGroups, groups_of
 from karui.inference.cache.kv import DTYPES, staged_bytes_per_token
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
-from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of
+from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of, rows_in_halves
 from karui.inference.models.streaming import streamed_layers
 from karui.inference.models.weights import CORRECTION, CheckedWeights, Weights, canonical
 from karui.kernels.native import quiet_torch
@@ -57,6 +57,7 @@ from karui.kernels.qtensor import QTensor
 log = logging.getLogger(__name__)
 
 _PARENTS = ("self_attn",) * 4 + ("mlp",) * 3
+_TURNED = ("q_proj", "k_proj")
 _VECTORS = ("input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight",
             "self_attn.sinks")
 
@@ -69,7 +70,7 @@ def default_threads() -> int:
 
 def _lacking(config: ModelConfig) -> str:
     """What of this model the native kernels do not compute, or an empty string."""
-    beyond = replace(config, mixture=None, sinks=False).beyond_llama
+    beyond = replace(config, mixture=None, sinks=False, interleaved=config.interleaved and config.qk_norm).beyond_llama
     grouped = config.mixture is not None and config.mixture.groups > 1
     return ", ".join(part for part in (beyond, "experts in groups" if grouped else "") if part)
 
@@ -129,9 +130,11 @@ class NativeRunner:
         file = None if self._weight_memory is None else SpillFile(self._offload_to)
 
         def matrix(module: str, where: Arena, activation_bits: int = self.activation_bits) -> Packed:
-            bias = checked.get(f"{module}.bias")
+            w, bias = checked[f"{module}.weight"], checked.get(f"{module}.bias")
             assert not isinstance(bias, QTensor)
-            return pack(self._lib, f"{module}.weight", checked[f"{module}.weight"], bias, activation_bits, where)
+            if c.interleaved and module.endswith(_TURNED):  # the kernels rotate halves
+                w, bias = rows_in_halves(w, c.head_dim), None if bias is None else rows_in_halves(bias, c.head_dim)
+            return pack(self._lib, f"{module}.weight", w, bias, activation_bits, where)
 
         def vector(name: str) -> int | None:
             w = checked.get(name)
@@ -229,9 +232,12 @@ class NativeRunner:
         held: list[object] = [table]
         for at, modules in self._adapters.items():
             for name, w in modules.items():
+                order = torch.arange(w.b.shape[0])
+                if self.config.interleaved and name.endswith(_TURNED):
+                    order = rows_in_halves(order, self.config.head_dim)
                 a = w.a.float().contiguous()
-                b = (w.b.float() * w.scale).t().contiguous()
-                row = None if w.row_scale is None else w.row_scale.float().contiguous()
+                b = (w.b[order].float() * w.scale).t().contiguous()
+                row = None if w.row_scale is None else w.row_scale[order].float().contiguous()
                 held += [a, b, row]
                 table[at * per_slot + known[name]] = Lora(a.shape[0], 0, address(a), address(b), address(row))
         self._lib.set_loras(self._model, table, slots)

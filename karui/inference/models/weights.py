@@ -160,8 +160,12 @@ def canonical(weights: Weights) -> dict[str, QTensor | torch.Tensor]:
             kind = "weight" if stem == last else "bias"
             found |= {f"{parent}.{e}.{part}.{kind}": one for part, all_ in parts.items() for e, one in enumerate(all_)}
         else:
-            found[name] = w.flatten() if last == CORRECTION and isinstance(w, torch.Tensor) else w  # ERNIE's is [1, experts]
+            found[name] = _shaped(name, w)
     return found
+
+
+def _shaped(name: str, w: QTensor | torch.Tensor) -> QTensor | torch.Tensor:
+    return w.flatten() if name.endswith(CORRECTION) and isinstance(w, torch.Tensor) else w  # ERNIE's is [1, experts]
 
 
 def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | torch.Tensor]:
@@ -171,9 +175,7 @@ def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | 
     model may carry an `lm_head.weight`, but only one that equals its embedding.
     """
     shapes = expected_shapes(config)
-    beyond = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
-    beyond += config.passed_over
-    given = {name: w for name, w in canonical(weights).items() if not _DERIVED.fullmatch(name) and not name.startswith(beyond)}
+    given = {name: w for name, w in canonical(weights).items() if _read(config, name)}
     if config.tied and "lm_head.weight" in given:
         _check_tied(given.pop("lm_head.weight"), given.get("model.embed_tokens.weight"))
     _check_names(config, shapes.keys(), given.keys())
@@ -182,19 +184,25 @@ def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | 
     return {name: given[name] for name in shapes}
 
 
+def _read(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor of this name is not one that files hold beside what a decoder needs."""
+    beyond = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
+    return not _DERIVED.fullmatch(name) and not name.startswith(beyond + config.passed_over)
+
+
 class CheckedWeights(Mapping[str, QTensor | torch.Tensor]):
     """`check_weights` one tensor at a time: names at once, the rest when a tensor is asked for, and nothing is kept. For models
     whose tensors are stored one by one under canonical names or such that `canonical_name` makes canonical."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self._weights, self._shapes = weights, expected_shapes(config)
-        self._stored = {canonical_name(name): name for name in weights if not _DERIVED.fullmatch(name)}
+        self._stored = {canonical_name(name): name for name in weights if _read(config, canonical_name(name))}
         if config.tied and "lm_head.weight" in self._stored:
             _check_tied(weights[self._stored.pop("lm_head.weight")], weights.get(self._stored["model.embed_tokens.weight"]))
         _check_names(config, self._shapes.keys(), self._stored.keys())
 
     def __getitem__(self, name: str) -> QTensor | torch.Tensor:
-        w = self._weights[self._stored[name]]
+        w = _shaped(name, self._weights[self._stored[name]])
         check_tensor(name, w, self._shapes[name])
         return w
 
