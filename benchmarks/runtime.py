@@ -23,6 +23,13 @@ from figures import DATA, Figure, arguments, peer_python, report
 
 THREADS = 2
 MODEL = "smollm2-135m"
+PASSAGE = (
+    "def total_price(items, tax):\n    total = 0\n    for item in items:\n        total = total + item.price * item.count\n"
+    "    total = total + total * tax\n    return total\n\n\ndef average_price(items):\n    total = 0\n    for item in items:\n"
+    "        total = total + item.price\n    return total / len(items)\n"
+)
+EDITING = f"Repeat this code exactly, unchanged:\n\n{PASSAGE}\n{PASSAGE}"
+"""A task whose answer repeats its prompt."""
 
 
 def main() -> None:
@@ -157,17 +164,11 @@ def speculation(bundle: Path) -> dict[str, Any]:
     from karui.inference.engine import Engine
     from karui.inference.requests import Request, SamplingParams
 
-    passage = (
-        "def total_price(items, tax):\n    total = 0\n    for item in items:\n        total = total + item.price * item.count\n"
-        "    total = total + total * tax\n    return total\n\n\ndef average_price(items):\n    total = 0\n    for item in items:\n"
-        "        total = total + item.price\n    return total / len(items)\n"
-    )
     found: dict[str, Any] = {}
     outputs = {}
     for key, spelling in (("plain", None), ("fast", "ngram:8")):
         engine = Engine.load(bundle, runner="native", max_context=1024, max_sequences=1, speculation=spelling)
-        question = f"Repeat this code exactly, unchanged:\n\n{passage}\n{passage}"
-        prompt = engine.encode_chat([{"role": "user", "content": question}])
+        prompt = engine.encode_chat([{"role": "user", "content": EDITING}])
         rates = []
         for _ in range(3):
             arrivals: list[float] = []

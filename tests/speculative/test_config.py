@@ -91,9 +91,11 @@ def test_what_trying_again_loses_stays_a_small_share() -> None:
 def test_one_disturbed_step_does_not_put_it_off_for_long() -> None:
     controller = Controller()
     controller.record_plain(1.0)
-    for seconds in (1.3, 60.0, 1.3, 1.3):
-        controller.record_verified(3, 1, seconds)
-    assert controller.lost < 0 and (controller.on or controller.patience <= 2 * controller.probe_every)
+    for step in range(40):
+        controller.record_verified(3, 1, 60.0 if step % 4 == 1 else 1.3)
+    assert controller.lost < 0 and controller.on and controller.spec_s == 1.3
+    controller.record_plain(30.0)
+    assert controller.plain_s == 1.0
 
 
 def test_controller_comes_back_when_the_text_becomes_predictable() -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
+from collections import deque
 
 logger = logging.getLogger(__name__)
 
 
 SHARE = 0.02
 """Of the time, what trying again may lose."""
+TIMES = 16
 
 
 def expected_tokens(acceptance: float, k: int) -> float:
@@ -31,7 +34,10 @@ def speedup(acceptance: float, k: int, cost: float) -> float:
 
 
 class Controller:
-    """Decides per step whether to draft. One per engine and batch-size regime; the measurements are exponential means.
+    """Decides per step whether to draft. One per engine and batch-size regime.
+
+    Acceptance and depth are exponential means, times the medians of the last `TIMES`: other work on the machine makes single
+    steps many times as long.
 
     Args:
         memory: weight kept of the past per measurement.
@@ -40,12 +46,13 @@ class Controller:
             a probe fails, up to 16 times, and is at least what was lost divided by `SHARE`.
     """
 
-    def __init__(self, memory: float = 0.9, warmup: int = 4, probe_every: int = 64) -> None:
+    def __init__(self, memory: float = 0.9, warmup: int = 8, probe_every: int = 64) -> None:
         self.memory, self.warmup, self.probe_every = memory, warmup, probe_every
         self.on = True
         self.accepted = self.tested = self.depth = 0.0
         self.plain_s: float | None = None
         self.spec_s: float | None = None
+        self._plain, self._spec = deque[float](maxlen=TIMES), deque[float](maxlen=TIMES)
         self.seen = self.waited = 0
         self.patience = probe_every
         self.fastest, self.gained = math.inf, 0  # since it was switched on: quickest verification, and tokens of all
@@ -85,7 +92,8 @@ class Controller:
 
     def record_plain(self, seconds: float) -> None:
         """A step without drafts took `seconds`."""
-        self.plain_s = seconds if self.plain_s is None else self._mean(self.plain_s, seconds)
+        self._plain.append(seconds)
+        self.plain_s = statistics.median_low(self._plain)
         if not self.on:
             self.waited += 1
 
@@ -94,7 +102,8 @@ class Controller:
         self.accepted = self.memory * self.accepted + accepted
         self.tested = self.memory * self.tested + accepted + (accepted < depth)
         self.depth = float(depth) if self.depth <= 0 else self._mean(self.depth, depth)
-        self.spec_s = seconds if self.spec_s is None else self._mean(self.spec_s, seconds)
+        self._spec.append(seconds)
+        self.spec_s = statistics.median_low(self._spec)
         self.seen += 1
         self.fastest, self.gained = min(self.fastest, seconds), self.gained + accepted + 1
         if self.speedup < 1.0 if self.seen >= self.warmup else self.seen > 1 and self.lost > self.warmup:

@@ -37,8 +37,8 @@ class Drafter(Protocol):
 
     def continued(self, handle: int, tokens: Sequence[int], start: int, count: int) -> list[int] | None:
         """Of the whole sequence `tokens` the first `start` stay, the rest is appended; returns up to `count` greedy tokens behind
-        it, all but the last of them appended too. None, nothing done, where that is no faster than `extend`. Raises `NoRoomError`,
-        nothing appended."""
+        it, all but the last of them appended too. None, nothing done, where that is no faster than `extend`. Raises
+        `NoRoomError`, nothing appended."""
 
     def close(self, handle: int) -> None:
         """Forget the sequence."""
