@@ -20,7 +20,7 @@ def warm_up(engine: Any) -> None:
     if not hasattr(engine.runner, "warm_up"):
         return
     began, scheduler = time.perf_counter(), engine.scheduler
-    graphs = engine.runner.warm_up(scheduler.max_sequences, scheduler.tables.shape[1])
+    graphs = engine.runner.warm_up(scheduler.max_sequences, scheduler.tables.shape[2])
     longest = min(scheduler.max_tokens, engine.max_context - 2)
     for length in sorted({min(p, longest) for p in PROMPTS if longest > 0}):
         for temperature in (0.0, 1.0):
