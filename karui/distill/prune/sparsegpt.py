@@ -18,36 +18,33 @@ BLOCK = 128
 def prune_matrix(weight: torch.Tensor, hessian: torch.Tensor, share: float, n: int = 0, m: int = 0,
                  damping: float = 0.01) -> torch.Tensor:
     """Prune a weight [out, in] in place, given X X^T [in, in]; returns the mask of kept weights, bool [out, in]."""
-    w, h = weight.float().clone(), hessian.double().clone()
-    if m and w.shape[1] % m:
-        raise KaruiError(f"prune: a width of {w.shape[1]} does not divide into groups of {m}.")
+    w, h = weight.float().T.contiguous(), hessian.double().clone()  # [in, out]: a column of the weight is one contiguous row
+    width = len(w)
+    if m and width % m:
+        raise KaruiError(f"prune: a width of {width} does not divide into groups of {m}.")
     dead = h.diagonal() == 0
     h.diagonal()[dead] = 1
-    w[:, dead] = 0
+    w[dead] = 0
     h.diagonal().add_(damping * h.diagonal().mean())
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True).float()
     kept = torch.ones_like(w, dtype=torch.bool)
-    for a in range(0, w.shape[1], BLOCK):
-        b = min(a + BLOCK, w.shape[1])
-        block, inner = w[:, a:b], factor[a:b, a:b]
+    for a in range(0, width, BLOCK):
+        b = min(a + BLOCK, width)
+        block, inner = w[a:b], factor[a:b, a:b]
+        prices = inner.diagonal().unsqueeze(1)
         errors = torch.zeros_like(block)
-        if not m:
-            saliency = (block / inner.diagonal()).pow(2)
-            count = round(share * saliency.numel())
-            if count:
-                flat = torch.ones(saliency.numel(), dtype=torch.bool, device=w.device)
-                flat[saliency.flatten().argsort(stable=True)[:count]] = False
-                kept[:, a:b] = flat.view_as(block)
+        if not m and (count := round(share * block.numel())):
+            least = (block / prices).square().flatten().topk(count, largest=False, sorted=False).indices
+            kept[a:b] = torch.ones(block.numel(), dtype=torch.bool, device=w.device).index_fill_(0, least, False).view_as(block)
         for j in range(b - a):
             if m and (a + j) % m == 0:
-                group = (block[:, j : j + m] / inner.diagonal()[j : j + m]).pow(2)
-                kept[:, a + j : a + j + m].scatter_(1, group.argsort(dim=1, stable=True)[:, :n], False)
-            pruned = torch.where(kept[:, a + j], block[:, j], 0.0)
-            error = (block[:, j] - pruned) / inner[j, j]
-            block[:, j] = pruned
-            block[:, j + 1 :] -= error.unsqueeze(1) * inner[j, j + 1 :]
-            errors[:, j] = error
-        w[:, b:] -= errors @ factor[a:b, b:]
+                group = (block[j : j + m] / prices[j : j + m]).square()
+                kept[a + j : a + j + m].scatter_(0, group.argsort(dim=0, stable=True)[:n], False)
+            pruned = torch.where(kept[a + j], block[j], 0.0)
+            errors[j] = (block[j] - pruned) / inner[j, j]
+            block[j] = pruned
+            block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1.0)
+        w[b:].addmm_(factor[a:b, b:].T, errors, alpha=-1.0)
     w.mul_(kept)
-    weight.copy_(w.to(weight.dtype))
-    return kept
+    weight.copy_(w.T.to(weight.dtype))
+    return kept.T.contiguous()
