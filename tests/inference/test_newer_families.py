@@ -22,6 +22,8 @@ from tests.inference.test_families import logits_of
 
 SCALES = dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6, logits_scaling=2.5)
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+ROUTED = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_group=4, topk_group=2)
+LATENT = dict(ROUTED, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16)
 CASES = {
     "granite": ("granite", dict(SCALES, attention_bias=True, mlp_bias=True)),
     "granite-tied": ("granite", dict(SCALES, tie_word_embeddings=True)),
@@ -43,6 +45,13 @@ CASES = {
                                   topk_group=2, routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True)),
     "glm4_moe-plain": ("glm4_moe", dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=False,
                                         first_k_dense_replace=2, rope_parameters={**PARTIAL, "partial_rotary_factor": 0.25})),
+    "glm": ("glm", dict(pad_token_id=0)),
+    "glm4_moe_lite": ("glm4_moe_lite", dict(LATENT, num_key_value_heads=6, head_dim=8)),
+    "solar_open": ("solar_open", dict(ROUTED, attention_bias=True)),
+    "dots1": ("dots1", dict(ROUTED, n_shared_experts=1, first_k_dense_replace=1, max_window_layers=2, sliding_window=7)),
+    "exaone_moe": ("exaone_moe", dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_group=4, topk_group=2,
+                                      sliding_window=7, sliding_window_pattern=2)),
+    "cwm": ("cwm", dict(sliding_window=7)),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5-biased": ("ernie4_5", dict(use_bias=True, tie_word_embeddings=False)),
     "ernie4_5_moe": ("ernie4_5_moe", dict(moe_num_experts=6, moe_k=3, moe_intermediate_size=24, moe_num_shared_experts=1)),
@@ -199,6 +208,14 @@ def test_released_config_files_say_the_same():
         ("hunyuan_v1_dense", dict(head_dim=8, rope_theta=1e4, rope_scaling=dict(
             alpha=1000.0, beta_fast=32, beta_slow=1, factor=1.0, mscale=1.0, mscale_all_dim=1.0, type="dynamic"))),
         ("minimax_m2", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8, rotary_dim=4, rope_theta=5e6)),
+        ("dots1", dict(moe, rope_theta=1e7, n_routed_experts=4, head_dim=8, n_shared_experts=1, norm_topk_prob=True, sliding_window=16,
+                       max_window_layers=3)),
+        ("glm4_moe_lite", dict(moe, num_key_value_heads=4, n_routed_experts=4, kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8,
+                               qk_rope_head_dim=8, v_head_dim=8, rope_theta=1e6, num_nextn_predict_layers=1)),
+        ("solar_open", dict(moe, rope_theta=1e6, n_routed_experts=4, n_shared_experts=1)),
+        ("exaone_moe", dict(moe, rope_theta=1e6, num_experts=8, head_dim=8, sliding_window=16, layer_types=[
+            "sliding_attention", "full_attention"] * 4, mlp_layer_types=["dense"] + ["sparse"] * 7)),
+        ("cwm", dict(sliding_window=16)), ("glm", dict(rope_theta=1e4, partial_rotary_factor=0.5)),
         ("cohere", dict(rope_theta=75e6, logit_scale=0.0625, use_qk_norm=False)),
         ("cohere2", dict(rope_theta=5e4, sliding_window=16, sliding_window_pattern=4)),
     ):

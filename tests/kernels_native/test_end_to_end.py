@@ -37,25 +37,6 @@ def test_logits_equal_transformers(case, isa):
     assert (torch.cat(got) - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("isa", isas())
-def test_gpt_oss_equals_transformers(isa):
-    """Sinks, biased and clamped experts, a window in every second layer."""
-    model, config, weights = tiny("gpt_oss", sliding_window=9, num_local_experts=5, num_experts_per_tok=2, num_hidden_layers=4)
-    runner = NativeRunner(config, weights, threads=2, activation_bits=16, isa=isa)
-    runner.allocate(40, 4, "float32")
-    ids = torch.randint(0, 199, (100,)).tolist()
-    with torch.no_grad():
-        want = model(torch.tensor([ids])).logits[0]
-    got = [runner.forward(batch_of((ids[a:b], a, list(range(25))))).logits for a, b in ((0, 17), (17, 18), (18, 41), (41, 100))]
-    assert (torch.cat(got) - want).abs().max() < 1e-4 * want.abs().max()
-
-
-def test_what_only_the_reference_runner_has_is_refused():
-    _, config, weights = tiny(CASES["bitnet"][0], **CASES["bitnet"][1])
-    with pytest.raises(UnsupportedError, match="native kernels have no sub-norms, relu2"):
-        NativeRunner(config, weights)
-
-
 def test_experts_are_not_read_from_a_file():
     _, config, weights = tiny(CASES["mixtral"][0], **CASES["mixtral"][1])
     with pytest.raises(UnsupportedError, match="no layers with experts from a file"):

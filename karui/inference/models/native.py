@@ -30,13 +30,14 @@ from karui.inference.cache.groups import LayerGroups, groups_of
 from karui.inference.cache.kv import DTYPES, staged_bytes_per_token
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
-from karui.inference.models.rope import cos_sin, inverse_frequencies, kind_of, rows_in_halves
+from karui.inference.models.rope import cos_sin, halves, inverse_frequencies, kind_of
 from karui.inference.models.streaming import streamed_layers
-from karui.inference.models.weights import CORRECTION, CheckedWeights, Weights, canonical
+from karui.inference.models.weights import CORRECTION, CheckedWeights, Weights, canonical, take_rows
 from karui.kernels.native import quiet_torch
 from karui.kernels.native.arena import Arena
 from karui.kernels.native.kivi import UNIT, to_rows, to_units
 from karui.kernels.native.library import (
+    ACTIVATIONS,
     CACHE_TYPES,
     TARGETS,
     Batch,
@@ -56,10 +57,6 @@ from karui.kernels.qtensor import QTensor
 
 log = logging.getLogger(__name__)
 
-_PARENTS = ("self_attn",) * 4 + ("mlp",) * 3
-_TURNED = ("q_proj", "k_proj")
-_VECTORS = ("input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight",
-            "self_attn.sinks")
 
 
 def default_threads() -> int:
@@ -70,9 +67,37 @@ def default_threads() -> int:
 
 def _lacking(config: ModelConfig) -> str:
     """What of this model the native kernels do not compute, or an empty string."""
-    beyond = replace(config, mixture=None, sinks=False, interleaved=config.interleaved and config.qk_norm).beyond_llama
-    grouped = config.mixture is not None and config.mixture.groups > 1
-    return ", ".join(part for part in (beyond, "experts in groups" if grouped else "") if part)
+    experts = config.mixture
+    parts = {
+        "recurrent layers": config.recurrent, "latent attention": config.latent, "centred norms": config.centred,
+        "norms behind the rotation": config.norm_turned, "parallel layers": config.parallel,
+        "gates on attention": config.attention_gate, "shared feed-forward layer": config.shared_mlp,
+        "interleaved RoPE with norms": config.interleaved and config.qk_norm,
+        config.activation: config.activation not in ACTIVATIONS, "experts in groups": experts is not None and experts.groups > 1,
+        "norms behind or within experts": experts is not None and (config.norms[3] or config.sub_norms)}
+    return ", ".join(name for name, there in parts.items() if there)
+
+
+def _place(config: ModelConfig, target: str) -> tuple[str, torch.Tensor | None]:
+    """The module within a layer that a target's outputs come from, and which of its rows they are, in order; None: all.
+
+    The kernels rotate halves, so rows of q and k that are rotated in pairs are reordered.
+    """
+    q, kv, f = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    sizes = dict(zip(TARGETS, (q, kv, kv, config.hidden_size, f, f, config.hidden_size)))
+    fused = next((parts for parts, there in ((TARGETS[:3], config.fused_qkv), (TARGETS[4:6], config.fused_mlp))
+                  if there and target in parts), None)
+    turned = config.interleaved and target in TARGETS[:2]
+    module = f"{'self_attn' if target in TARGETS[:4] else 'mlp'}.{target}"
+    if fused is None and not turned:
+        return module, None
+    rows = torch.arange(sizes[target])
+    if turned:
+        rows = halves(rows.view(-1, config.head_dim), config.rotary_dim).flatten()
+    if fused is None:
+        return module, rows
+    before = sum(sizes[part] for part in fused[: fused.index(target)])
+    return ("self_attn.qkv_proj" if target in TARGETS[:3] else "mlp.gate_up_proj"), rows + before
 
 
 class NativeRunner:
@@ -110,6 +135,10 @@ class NativeRunner:
         self._loras: list[object] = []
         self._inv_freq, self._rope_factor = inverse_frequencies(config)
         self._inv_freq = self._inv_freq.float().contiguous()
+        self._local_inv_freq = None
+        if config.local_theta is not None:
+            local = replace(config, rope_theta=config.local_theta, rope_scaling={})
+            self._local_inv_freq = inverse_frequencies(local)[0].float().contiguous()
         self._dynamic = kind_of(config) == "dynamic"
         self._weight_memory, self._offload_to = weight_memory, offload_to
         self.load_weights(weights)
@@ -130,34 +159,41 @@ class NativeRunner:
         file = None if self._weight_memory is None else SpillFile(self._offload_to)
 
         def matrix(module: str, where: Arena, activation_bits: int = self.activation_bits) -> Packed:
+            return part(module, None, where, activation_bits)
+
+        def part(module: str, rows: torch.Tensor | None, where: Arena, activation_bits: int = self.activation_bits) -> Packed:
             w, bias = checked[f"{module}.weight"], checked.get(f"{module}.bias")
+            if rows is not None:
+                w, bias = take_rows(w, rows), None if bias is None else take_rows(bias, rows)
             assert not isinstance(bias, QTensor)
-            if c.interleaved and module.endswith(_TURNED):  # the kernels rotate halves
-                w, bias = rows_in_halves(w, c.head_dim), None if bias is None else rows_in_halves(bias, c.head_dim)
             return pack(self._lib, f"{module}.weight", w, bias, activation_bits, where)
 
-        def vector(name: str) -> int | None:
+        def vector(name: str, offset: float = 0.0) -> int | None:
             w = checked.get(name)
             if w is None:
                 return None
-            norms.append((w.dequantize() if isinstance(w, QTensor) else w).float().contiguous())
+            norms.append((w.dequantize() if isinstance(w, QTensor) else w).float().add(offset).contiguous())
             return address(norms[-1])
 
         linears, vectors, places, mixtures = [], [], [], []
         for i in range(c.num_layers):
             prefix = f"model.layers.{i}."
             mixed = c.mixture is not None and c.mixture.layers[i]
-            linears.append([matrix(f"{prefix}{parent}.{target}", arena if file is None else Arena())
-                            for parent, target in zip(_PARENTS, TARGETS) if parent == "self_attn" or not mixed])
+            own = [_place(c, target) for target in TARGETS[: 4 if mixed else None]]
+            linears.append([part(prefix + module, rows, arena if file is None else Arena()) for module, rows in own])
             mixtures.append(self._mixture(f"{prefix}mlp.", partial(matrix, where=arena), vector) if mixed else None)
-            vectors.append([vector(f"{prefix}{name}") for name in _VECTORS])
+            before, attended, between, fed = (name and f"{name}.weight" for name in c.norms)
+            norms_here = (before, between, "self_attn.q_norm.weight", "self_attn.k_norm.weight", attended, fed,
+                          "self_attn.attn_sub_norm.weight", "mlp.ffn_sub_norm.weight")
+            vectors.append([name and vector(prefix + name, c.norm_offset) for name in norms_here])
+            vectors[-1].append(vector(f"{prefix}self_attn.sinks"))
             places.append((0, 0))
             if file is not None:
                 places[i] = file.add(linears[i])
                 linears[i] = [Packed(packed.linear, (), packed.nbytes) for packed in linears[i]]  # what was written is let go
         embedding = matrix("model.embed_tokens", arena)
         head = embedding if c.tied else matrix("lm_head", arena)
-        final, ends = vector("model.norm.weight"), [embedding] if c.tied else [embedding, head]
+        final, ends = vector("model.norm.weight", c.norm_offset), [embedding] if c.tied else [embedding, head]
         in_layers = sum(packed.nbytes for layer in linears for packed in layer)
         in_layers += sum(packed.nbytes for made in mixtures if made for packed in made[1])
         fixed = sum(packed.nbytes for packed in ends) + sum(n.numel() * 4 for n in norms)
@@ -176,11 +212,15 @@ class NativeRunner:
             window = c.sliding_window[i] if c.sliding_window else None
             matrices, (*norms_of, sinks), made = [packed.linear for packed in linears[i]], vectors[i], mixtures[i]
             matrices += [Linear()] * (len(TARGETS) - len(matrices))
-            layers[i] = Layer(*matrices, *norms_of, window or 0, *places[i], ctypes.addressof(made[0]) if made else None, sinks)
-        config = Config(c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size,
-                        self.threads, c.norm_eps, self._rope_factor, address(self._inv_freq), final,
-                        ctypes.addressof(embedding.linear), ctypes.addressof(head.linear), ctypes.addressof(layers),
-                        -1 if file is None else file.fd)
+            turn = 0 if c.rotated and not c.rotated[i] else 2 if window and c.local_theta is not None else 1
+            layers[i] = Layer(*matrices, *norms_of, turn, window or 0, *places[i], ctypes.addressof(made[0]) if made else None,
+                              sinks)
+        config = Config(
+            c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size, self.threads,
+            c.head_dim if c.rotary_dim is None else c.rotary_dim, c.row_norm, ACTIVATIONS[c.activation], 0, c.norm_eps,
+            self._rope_factor, c.embed_scale, c.query_scale, c.residual_scale, 1 / c.logit_scale, c.attention_cap or 0.0,
+            c.logit_cap or 0.0, address(self._inv_freq), address(self._local_inv_freq), final, ctypes.addressof(embedding.linear),
+            ctypes.addressof(head.linear), ctypes.addressof(layers), -1 if file is None else file.fd)
         if self._model is None:
             self._model = self._lib.model(ctypes.byref(config))
             full = not self._model
@@ -206,8 +246,9 @@ class NativeRunner:
         table = (Linear * len(experts))(*(packed.linear for packed in experts))
         alpha, limit = m.clamp or (0.0, 0.0)
         made = Mixture(
-            m.experts, m.per_token, len(modules) - m.experts, m.sigmoid, m.normalized, 0, m.scaling, m.share_eps, m.share_min,
-            alpha, limit, 0.0, ctypes.addressof(router.linear), None if gate is None else ctypes.addressof(gate.linear),
+            m.experts, m.per_token, len(modules) - m.experts, m.sigmoid, m.normalized, ACTIVATIONS[self.config.activation],
+            m.scaling, m.share_eps, m.share_min, alpha, limit, self.config.residual_scale, ctypes.addressof(router.linear),
+            None if gate is None else ctypes.addressof(gate.linear),
             vector(f"{mlp}{m.router}.{CORRECTION}") if m.corrected else None, ctypes.addressof(table))
         return made, [*experts, router, *([gate] if gate else [])], table
 
@@ -216,13 +257,16 @@ class NativeRunner:
 
     def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None. An unknown module is an error."""
-        mixed = self.config.mixture.layers if self.config.mixture else (False,) * self.config.num_layers
-        known = {f"model.layers.{i}.{parent}.{target}": i * len(TARGETS) + j
-                 for i in range(self.config.num_layers) for j, (parent, target) in enumerate(zip(_PARENTS, TARGETS))
-                 if parent == "self_attn" or not mixed[i]}
+        c, known = self.config, dict[str, list[tuple[int, torch.Tensor | None]]]()
+        mixed = c.mixture.layers if c.mixture else (False,) * c.num_layers
+        for i in range(c.num_layers):
+            for j, target in enumerate(TARGETS[: 4 if mixed[i] else None]):
+                module, rows = _place(c, target)
+                known.setdefault(f"model.layers.{i}.{module}", []).append((i * len(TARGETS) + j, rows))
         for name in layers or {}:
             if name not in known:
-                raise KaruiError(f"adapter module {name!r} is not a linear of this decoder; adapted are {', '.join(TARGETS)}.")
+                raise KaruiError(f"adapter module {name!r} is not a linear of this decoder; adapted are "
+                                 f"{', '.join(dict.fromkeys(n.rpartition('.')[2] for n in known))}.")
         self._adapters.pop(slot, None)
         if layers is not None:
             self._adapters[slot] = dict(layers)
@@ -232,14 +276,14 @@ class NativeRunner:
         held: list[object] = [table]
         for at, modules in self._adapters.items():
             for name, w in modules.items():
-                order = torch.arange(w.b.shape[0])
-                if self.config.interleaved and name.endswith(_TURNED):
-                    order = rows_in_halves(order, self.config.head_dim)
                 a = w.a.float().contiguous()
-                b = (w.b[order].float() * w.scale).t().contiguous()
-                row = None if w.row_scale is None else w.row_scale[order].float().contiguous()
-                held += [a, b, row]
-                table[at * per_slot + known[name]] = Lora(a.shape[0], 0, address(a), address(b), address(row))
+                held.append(a)
+                for place, rows in known[name]:
+                    b, row = (None if t is None else t if rows is None else t[rows] for t in (w.b, w.row_scale))
+                    assert b is not None
+                    b, row = (b.float() * w.scale).t().contiguous(), None if row is None else row.float().contiguous()
+                    held += [b, row]
+                    table[at * per_slot + place] = Lora(a.shape[0], 0, address(a), address(b), address(row))
         self._lib.set_loras(self._model, table, slots)
         self._loras = held
 

@@ -12,14 +12,11 @@ f_i = theta^(-2i/D) (RoFormer, arXiv 2104.09864, eq. 15). Scalings change f_i:
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
 from karui.configs.errors import UnsupportedError, nearest
 from karui.inference.models.config import ModelConfig
-from karui.kernels.qtensor import QTensor
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -114,22 +111,6 @@ def halves(x: torch.Tensor, rotated: int | None) -> torch.Tensor:
     Queries and keys so reordered have the same dot products, so nothing puts them back."""
     turned, rest = x[..., :rotated], x[..., x.shape[-1] if rotated is None else rotated:]
     return torch.cat([turned[..., 0::2], turned[..., 1::2], rest], -1)
-
-
-W = TypeVar("W", torch.Tensor, QTensor | torch.Tensor)
-
-
-def rows_in_halves(w: W, head_dim: int) -> W:
-    """What makes queries or keys, a weight [heads D, ..] or a bias, with its rows as `halves` orders what it makes: the same
-    codes and scales, or dequantized where rows of several places share a scale."""
-    rows = halves(torch.arange(w.shape[0]).view(-1, head_dim), None).flatten()
-    if isinstance(w, torch.Tensor):
-        return w[rows]
-    if {*(w.extra or {})} - {"global_scale"} or w.scale.shape[0] not in (1, w.shape[0]):
-        return w.dequantize()[rows]
-    scale, zero = (t if t is None or t.shape[0] == 1 else t[rows] for t in (w.scale, w.zero))
-    assert scale is not None
-    return replace(w, codes=w.codes[rows], scale=scale, zero=zero)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

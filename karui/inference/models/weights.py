@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +14,7 @@ from karui.inference.models.config import Latent, ModelConfig
 from karui.kernels.qtensor import QTensor
 
 Weights = Mapping[str, QTensor | torch.Tensor]
+W = TypeVar("W", torch.Tensor, QTensor | torch.Tensor)
 
 CORRECTION = "e_score_correction_bias"
 """What is added to the experts' scores where they are chosen; kept in fp32."""
@@ -166,6 +169,18 @@ def canonical(weights: Weights) -> dict[str, QTensor | torch.Tensor]:
 
 def _shaped(name: str, w: QTensor | torch.Tensor) -> QTensor | torch.Tensor:
     return w.flatten() if name.endswith(CORRECTION) and isinstance(w, torch.Tensor) else w  # ERNIE's is [1, experts]
+
+
+def take_rows(w: W, rows: torch.Tensor) -> W:
+    """Some outputs of a weight [out, ..] or bias [out]: the same codes and scales, or dequantized where rows of several places
+    share a scale."""
+    if isinstance(w, torch.Tensor):
+        return w[rows]
+    if {*(w.extra or {})} - {"global_scale"} or w.scale.shape[0] not in (1, w.shape[0]):
+        return w.dequantize()[rows]
+    scale, zero = (t if t is None or t.shape[0] == 1 else t[rows] for t in (w.scale, w.zero))
+    assert scale is not None
+    return replace(w, codes=w.codes[rows], scale=scale, zero=zero, shape=(len(rows), *w.shape[1:]))
 
 
 def check_weights(config: ModelConfig, weights: Weights) -> dict[str, QTensor | torch.Tensor]:

@@ -20,6 +20,7 @@ struct Cache {
     void *keys, *values;
     float *key_scale, *value_scale;
     int32_t type, kv_heads, dim, dim_padded;
+    float cap;       // scores s become cap tanh(s / cap); 0: they stay
     int64_t stride;  // bytes from one group of 16 slots to the next: all layers of a group lie together
 };
 constexpr int cache_bytes(int type) { return type == CACHE_FP32 ? 4 : type == CACHE_FP16 ? 2 : 1; }
@@ -179,8 +180,9 @@ static void weigh_values(const Cache& c, const Chunk& chunk, const float* weight
 // What one query has gathered from the keys so far.
 struct Partial { float largest, sum; };
 
-// Scores of a chunk to weights e^(score - largest), of keys [from, to).
-INLINE Partial soften(float* s, int from, int to) {
+// Scores of a chunk to weights e^(score - largest), of keys [from, to). cap: see Cache.
+INLINE Partial soften(float* s, int from, int to, float cap) {
+    if (cap > 0) cap_row(s, KEYS, 1.0f, cap);
     for (int i = 0; i < from && i < KEYS; i++) s[i] = NONE;
     for (int i = to > 0 ? to : 0; i < KEYS; i++) s[i] = NONE;
     V m = load(s);
@@ -203,7 +205,7 @@ static void attend(const Cache& c, const Chunk& chunk, const float* const* query
     score<T, NQ>(c, chunk, query, p);
     for (int q = 0; q < NQ; q++) {
         float* s = p + q * KEYS;
-        partial[q] = soften(s, from[q], to[q]);
+        partial[q] = soften(s, from[q], to[q], c.cap);
         for (int i = 0; sizeof(T) == 1 && i < 16 * chunk.groups; i += W) store(s + i, mul(load(s + i), load(chunk.value_scale[i / 16] + i % 16)));
         // A lane past the last key may hold an old scale; its weight must be zero whatever that is.
         for (int i = chunk.count; i < 16 * chunk.groups; i++) s[i] = 0.0f;

@@ -17,6 +17,7 @@ enum CodedType : int32_t { CACHE_KIVI4 = 3, CACHE_KIVI2 = 4 };
 struct Coded {  // one layer
     char* data;
     int32_t bits, kv_heads, dim;  // dim: a multiple of 32
+    float cap;                    // as in Cache
     int64_t stride;               // bytes from one unit to the next
     int64_t row_bytes() const { return (int64_t)dim * 4 * bits; }
     int64_t head_bytes() const { return 2 * row_bytes() + 8 * dim; }
@@ -156,7 +157,7 @@ template <int BITS, int NQ>
 static void attend_coded(const Coded& c, const CodedChunk& chunk, const float* const* query, const int* from, Partial* partial, float* out) {
     alignas(64) float p[NQ * KEYS];
     score_coded<BITS, NQ>(c, chunk, query, p);
-    for (int q = 0; q < NQ; q++) partial[q] = soften(p + q * KEYS, from[q], chunk.units * UNIT);
+    for (int q = 0; q < NQ; q++) partial[q] = soften(p + q * KEYS, from[q], chunk.units * UNIT, c.cap);
     weigh_coded<BITS, NQ>(c, chunk, p, out);
 }
 

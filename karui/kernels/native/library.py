@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 QUANTIZED, NF4, FP32, FP16, BF16, E2M1 = range(6)
 PLAIN, LOOKUP, EAGLE3, MEDUSA = range(4)
 """Who drafts in rounds.h."""
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "relu2": 2}
+"""`Activation` of ops.h."""
 CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2, "kivi4": 3, "kivi2": 4}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -36,15 +38,17 @@ class Layer(C.Structure):
     """`Layer` of model.cpp."""
 
     _fields_ = [(n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down")] + [
-        (n, C.c_void_p) for n in ("input_norm", "post_norm", "q_norm", "k_norm")] + [
-        (n, C.c_int64) for n in ("window", "spilled_at", "spilled_bytes")] + [(n, C.c_void_p) for n in ("mixture", "sinks")]
+        (n, C.c_void_p) for n in ("input_norm", "post_norm", "q_norm", "k_norm", "attended_norm", "fed_norm", "o_norm",
+                                  "down_norm")] + [
+        (n, C.c_int64) for n in ("rope", "window", "spilled_at", "spilled_bytes")] + [
+        (n, C.c_void_p) for n in ("mixture", "sinks")]
 
 
 class Mixture(C.Structure):
     """`Mixture` of mixture.h."""
 
-    _fields_ = [(n, C.c_int32) for n in ("experts", "chosen", "shared", "sigmoid", "normalized", "padding")] + [
-        (n, C.c_float) for n in ("scaling", "share_eps", "share_min", "alpha", "limit", "padding2")] + [
+    _fields_ = [(n, C.c_int32) for n in ("experts", "chosen", "shared", "sigmoid", "normalized", "activation")] + [
+        (n, C.c_float) for n in ("scaling", "share_eps", "share_min", "alpha", "limit", "residual")] + [
         (n, C.c_void_p) for n in ("router", "shared_gate", "correction", "expert")]
 
 
@@ -52,9 +56,11 @@ class Config(C.Structure):
     """`Config` of model.cpp."""
 
     _fields_ = [(n, C.c_int32) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab",
-                                         "max_threads")] + [
-        ("eps", C.c_float), ("rope_factor", C.c_float)] + [
-        (n, C.c_void_p) for n in ("inv_freq", "final_norm", "embedding", "head", "layer")] + [("file", C.c_int64)]
+                                         "max_threads", "rotary_dim", "row_norm", "activation", "padding")] + [
+        (n, C.c_float) for n in ("eps", "rope_factor", "embed_scale", "query_scale", "residual_scale", "logit_factor",
+                              "attention_cap", "logit_cap")] + [
+        (n, C.c_void_p) for n in ("inv_freq", "local_inv_freq", "final_norm", "embedding", "head", "layer")] + [
+        ("file", C.c_int64)]
 
 
 class Batch(C.Structure):

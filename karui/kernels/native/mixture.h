@@ -11,10 +11,10 @@
 
 struct Mixture {  // mirrored in karui/kernels/native/library.py
     int32_t experts, chosen, shared;  // shared: 1 when expert number E takes every row
-    int32_t sigmoid, normalized, padding;
+    int32_t sigmoid, normalized, activation;
     float scaling, share_eps, share_min;  // shares / max(sum + eps, min), times scaling
     float alpha, limit;                   // limit > 0: min(gate, limit) sigmoid(alpha gate) (clamp(up, limit) + 1) in place of SiLU(gate) up
-    float padding2;
+    float residual;                       // factor on what is added to the residual stream
     const Linear* router;       // [E, hidden], float products
     const Linear* shared_gate;  // [1, hidden], float products: its sigmoid weighs the shared expert; null: 1
     const float* correction;    // [E] added to scores where experts are chosen, not where they are weighed; or null
@@ -90,6 +90,7 @@ public:
                     const int slot = list.slot[r * k + j];
                     sum = fma(load(&out_[(int64_t)slot * most_ + d]), set1(list.share[slot]), sum);
                 }
+                sum = mul(sum, set1(m.residual));
                 if (d + W <= H) { store(to + d, add(load(to + d), sum)); continue; }
                 float rest[W];
                 store(rest, sum);
@@ -264,7 +265,7 @@ private:
     float* glu(const Mixture& m, const Active& a, int row, int first, int last) {
         float *g = &gate_[(int64_t)(a.first + row) * wide_], *u = &up_[(int64_t)(a.first + row) * wide_];
         if (m.limit > 0) clamped_glu(g + first, u + first, last - first, m.alpha, m.limit, g + first);
-        else swiglu(g + first, u + first, last - first, g + first);
+        else gated((Activation)m.activation, g + first, u + first, last - first, g + first);
         return g;
     }
     void code_piece(const Linear& down, const Active& a, int row, int first, int last, const float* g) {

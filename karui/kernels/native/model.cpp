@@ -22,7 +22,11 @@
 
 struct Layer {
     Linear q, k, v, o, gate, up, down;
-    const float *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm, k_norm: [head_dim] or null
+    const float *input_norm, *post_norm;                    // in front of attention and feed-forward part, or null
+    const float *q_norm, *k_norm;                           // [head_dim], with row_norm [heads * head_dim]; or null
+    const float *attended_norm, *fed_norm;                  // behind them, before they are added to the residual stream; or null
+    const float *o_norm, *down_norm;                        // of what o and down read; or null
+    int64_t rope;                                           // 0: none, 1: by inv_freq, 2: by local_inv_freq
     int64_t window;                                         // keys a row sees, itself included; 0: all
     int64_t spilled_at, spilled_bytes;                      // in the file; 0 bytes: in memory. Of a spilled layer's linears the
                                                             // pointers are offsets in its part of the file
@@ -31,8 +35,14 @@ struct Layer {
 };
 struct Config {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, max_threads;
-    float eps, rope_factor;  // rope_factor multiplies cos and sin
-    const float* inv_freq;   // [head_dim / 2]
+    int32_t rotary_dim;      // how much of a head is rotated
+    int32_t row_norm;        // 1: queries (keys) are normalized over all heads together
+    int32_t activation, padding;
+    float eps, rope_factor;  // rope_factor multiplies cos and sin of inv_freq
+    float embed_scale, query_scale, residual_scale, logit_factor;  // factors; residual_scale: on what is added to the residual stream
+    float attention_cap, logit_cap;                                // scores and logits x become cap tanh(x / cap); 0: they stay
+    const float* inv_freq;   // [rotary_dim / 2]
+    const float* local_inv_freq;  // the same, or null
     const float* final_norm;
     const Linear* embedding;
     const Linear* head;
@@ -45,7 +55,7 @@ struct Batch {
     const uint8_t* const* tree;  // null, or per sequence null or [q, q]
     const int32_t* adapters;     // null or [S]
     const int32_t* aux_layers;
-    const float *cosine, *sine;  // [T, head_dim / 2] or null: computed from inv_freq
+    const float *cosine, *sine;  // [T, rotary_dim / 2] or null: computed from inv_freq
     float *logits, *hidden, *aux;
 };
 struct Lora {                    // y = row_scale * (W x + b a x) + bias; rank 0 leaves the module alone
@@ -148,9 +158,10 @@ struct Model {
     int lora_slots = 0;
     int max_padded = 0;
 
-    Buffer<float> h, q, kv, gate, up, cosine, sine, low, product;
+    Buffer<float> h, q, kv, gate, up, cosine, sine, local_cosine, local_sine, low, product, rms;
     std::vector<Inputs*> inputs;  // [0] for all; with few rows every thread computes its own, which saves the barrier after
     bool own = false;
+    bool aside = false;  // some products go through a buffer on their way to the residual stream
     std::vector<Item> items;
     Buffer<float> split_out;
     Buffer<Partial> split;
@@ -178,6 +189,8 @@ struct Model {
     bool configure(const Config& config) {
         c = config;
         max_padded = 0;
+        aside = c.residual_scale != 1.0f;
+        for (int l = 0; l < c.layers; l++) aside |= c.layer[l].attended_norm || c.layer[l].fed_norm;
         dim_padded = round_up(c.head_dim, 16);
         ld_hidden = round_up(c.hidden, 32);
         ld_inter = round_up(c.intermediate, 32);
@@ -234,7 +247,7 @@ struct Model {
         slots = count;
         int64_t before = 0;
         if (type == CACHE_KIVI4 || type == CACHE_KIVI2) {
-            Coded own = {nullptr, type == CACHE_KIVI4 ? 4 : 2, c.kv_heads, c.head_dim, 0};
+            Coded own = {nullptr, type == CACHE_KIVI4 ? 4 : 2, c.kv_heads, c.head_dim, c.attention_cap, 0};
             own.stride = c.layers * c.kv_heads * own.head_bytes();
             before = (slots / UNIT * own.stride + 4095) / 4096 * 4096;
             coded.assign(c.layers, own);
@@ -249,7 +262,7 @@ struct Model {
         for (int l = 0; l < c.layers; l++) {
             char* at = pages.data + before + l * 2 * (codes + scales);
             float* scale = scales ? (float*)(at + 2 * codes) : nullptr;
-            cache.push_back({at, at + codes, scale, scales ? scale + scales / 4 : nullptr, type, c.kv_heads, c.head_dim, dim_padded, stride});
+            cache.push_back({at, at + codes, scale, scales ? scale + scales / 4 : nullptr, type, c.kv_heads, c.head_dim, dim_padded, c.attention_cap, stride});
         }
         return true;
     }
@@ -302,15 +315,20 @@ struct Model {
         team.barrier(t);
     }
 
-    // h += x W^T, with adapters through a buffer because they scale the product, not the residual stream.
-    void add_to_residual(const Linear* part, const float* x, int ldx, const Codes* coded, int t, int n, const Lora* lora) {
+    // h += norm(x W^T), through a buffer where there is more to do than to add: adapters scale the product, not the residual stream.
+    void add_to_residual(const Linear* part, const float* norm, const float* x, int ldx, const Codes* coded, int t, int n, const Lora* lora) {
         const int T = b->tokens_n;
-        float* to[] = {lora ? product.data : h.data};
-        linears(&part, 1, x, ldx, coded, T, to, &ld_hidden, !lora, t, n, lora ? &lora : nullptr);
-        if (!lora) return;
+        const bool aside = lora || norm || c.residual_scale != 1.0f;
+        float* to[] = {aside ? product.data : h.data};
+        linears(&part, 1, x, ldx, coded, T, to, &ld_hidden, !aside, t, n, lora ? &lora : nullptr);
+        if (!aside) return;
         int first, last;
         share(T, t, n, first, last);
-        for (int64_t i = (int64_t)first * ld_hidden; i < (int64_t)last * ld_hidden; i++) h.data[i] += product.data[i];
+        for (int r = first; r < last; r++) {
+            float *from = product.data + (int64_t)r * ld_hidden, *row = h.data + (int64_t)r * ld_hidden;
+            if (norm) rms_norm(from, norm, c.hidden, c.eps, from);
+            for (int i = 0; i < c.hidden; i++) row[i] += c.residual_scale * from[i];
+        }
         team.barrier(t);
     }
 
@@ -381,7 +399,10 @@ struct Model {
         int first, last;
         Inputs& in = prepare_rows(rows, t, n, first, last);
         float* out = in.normed.data;
-        for (int r = first; r < last; r++) rms_norm(h.data + (int64_t)r * ld_hidden, weight, c.hidden, c.eps, out + (int64_t)r * ld_hidden);
+        for (int64_t r = first; r < last; r++) {
+            if (weight) rms_norm(h.data + r * ld_hidden, weight, c.hidden, c.eps, out + r * ld_hidden);
+            else memcpy(out + r * ld_hidden, h.data + r * ld_hidden, c.hidden * 4);
+        }
         quantize(parts, count, out, ld_hidden, first, last, in.coded);
         prepared(t);
         return in;
@@ -395,7 +416,8 @@ struct Model {
         float* out[] = {gate.data, up.data};
         const int ld[] = {ld_inter, ld_inter}, step = std::max(CHUNK, y.down.block);
         Codes* to = inputs[0]->coded + 2;
-        if (!lora && same_codes(y.gate, y.up) && integer(y.gate) == integer(y.up) && integer(y.down) && !y.down.per_token &&
+        const Activation act = (Activation)c.activation;
+        if (!lora && !y.down_norm && same_codes(y.gate, y.up) && integer(y.gate) == integer(y.up) && integer(y.down) && !y.down.per_token &&
             y.down.k == y.down.k_padded && c.intermediate % step == 0) {
             const Activations a = {in.normed.data, ld_hidden, in.coded[0].codes.data, in.coded[0].scale.data, in.coded[0].sum.data};
             int first, last;
@@ -407,7 +429,7 @@ struct Model {
             const int blocks = y.down.k_padded / y.down.block, block = first / y.down.block;
             for (int r = 0; r < T && first < last; r++) {
                 float* g = gate.data + (int64_t)r * ld_inter + first;
-                swiglu(g, up.data + (int64_t)r * ld_inter + first, last - first, g);
+                gated(act, g, up.data + (int64_t)r * ld_inter + first, last - first, g);
                 CodeRow row = tiled_row(to->codes.data, to->scale.data, to->sum.data, r, y.down.k_padded, blocks);
                 row.codes += first / CHUNK * row.chunk_step;
                 row.scale += (int64_t)block * row.step;
@@ -422,7 +444,8 @@ struct Model {
         share(T, t, n, first, last);
         for (int r = first; r < last; r++) {
             float* g = gate.data + (int64_t)r * ld_inter;
-            swiglu(g, up.data + (int64_t)r * ld_inter, c.intermediate, g);
+            gated(act, g, up.data + (int64_t)r * ld_inter, c.intermediate, g);
+            if (y.down_norm) rms_norm(g, y.down_norm, c.intermediate, c.eps, g);
             for (int i = c.intermediate; i < ld_inter; i++) g[i] = 0.0f;
         }
         quantize(down, 1, gate.data, ld_inter, first, last, to);
@@ -680,22 +703,36 @@ struct Model {
 
     // Norm and rotation of queries and keys, and the cache write, one (token, head) at a time.
     void rotate_and_store(const Layer& layer, int layer_index, int t, int n) {
-        const int T = b->tokens_n, heads = c.heads, all = heads + c.kv_heads, hd = c.head_dim;
-        const float scale = 1.0f / sqrtf((float)hd);
+        const int T = b->tokens_n, heads = c.heads, all = heads + c.kv_heads, hd = c.head_dim, half = c.rotary_dim / 2;
+        const float scale = c.query_scale / sqrtf((float)hd);
+        const float *turn_cos = layer.rope == 2 ? local_cosine.data : cosine.data, *turn_sin = layer.rope == 2 ? local_sine.data : sine.data;
         int first, last;
+        if (c.row_norm) {
+            share(T, t, n, first, last);
+            for (int64_t r = first; r < last; r++) {
+                rms.data[2 * r] = inverse_rms(gate.data + r * ld_qkv, heads * hd, c.eps);
+                rms.data[2 * r + 1] = inverse_rms(kv.data + r * ld_kv, c.kv_heads * hd, c.eps);
+            }
+            team.barrier(t);
+        }
         share(T * all, t, n, first, last);
         alignas(64) float key[1024], value[1024], raw[1024];
         for (int i = first; i < last; i++) {
             const int row = i / all, head = i % all;
-            const float *cs = cosine.data + (int64_t)row * (hd / 2), *sn = sine.data + (int64_t)row * (hd / 2);
+            const float *cs = turn_cos + (int64_t)row * half, *sn = turn_sin + (int64_t)row * half;
             const bool is_query = head < heads;
             const float* source = is_query ? gate.data + (int64_t)row * ld_qkv + head * hd
                                            : kv.data + (int64_t)row * ld_kv + (head - heads) * hd;
             const float* weight = is_query ? layer.q_norm : layer.k_norm;
             float* out = is_query ? q.data + (int64_t)row * ld_q + head * dim_padded : key;
-            if (weight) { rms_norm(source, weight, hd, c.eps, raw); source = raw; }
+            if (weight && c.row_norm)
+                scale_row(source, rms.data[2 * row + !is_query], weight + (is_query ? head : head - heads) * hd, hd, raw);
+            else if (weight) rms_norm(source, weight, hd, c.eps, raw);
+            if (weight) source = raw;
             memcpy(out, source, hd * 4);
-            rotate(out, cs, sn, hd, is_query ? scale : 1.0f);
+            const int turned = layer.rope ? c.rotary_dim : 0;
+            if (turned) rotate(out, cs, sn, turned, is_query ? scale : 1.0f);
+            for (int d = turned; d < hd && is_query; d++) out[d] *= scale;
             if (is_query) continue;
             const float* v = kv.data + (int64_t)row * ld_kv + c.kv_heads * hd + (head - heads) * hd;
             memcpy(value, v, hd * 4);
@@ -739,8 +776,10 @@ struct Model {
         kv.need(T * ld_kv);
         gate.need(T * std::max(ld_inter, ld_qkv) + max_padded);
         up.need(T * ld_inter);
-        cosine.need(T * (c.head_dim / 2));
-        sine.need(T * (c.head_dim / 2));
+        for (Buffer<float>* turn : {&cosine, &sine}) turn->need(T * (c.rotary_dim / 2));
+        if (c.local_inv_freq) for (Buffer<float>* turn : {&local_cosine, &local_sine}) turn->need(T * (c.rotary_dim / 2));
+        if (c.row_norm) rms.need(2 * T);
+        if (aside) product.need(T * ld_hidden);
         own = team.active() > 1 && T <= OWN_ROWS && batch.wanted <= OWN_ROWS;
         for (int t = 0; t < (own ? team.active() : 1); t++) {
             inputs[t]->normed.need(rows * ld_hidden + max_padded);
@@ -765,21 +804,29 @@ struct Model {
         next.store(0);
     }
 
+    static void turn(const float* inv_freq, float factor, int position, int half, float* cosine, float* sine) {
+        for (int i = 0; i < half; i++) {
+            const float angle = (float)position * inv_freq[i];
+            cosine[i] = cosf(angle) * factor;
+            sine[i] = sinf(angle) * factor;
+        }
+    }
+
     void run(int t) {
         const int n = team.active(), T = b->tokens_n;
         int first, last;
         share(T, t, n, first, last);
         for (int r = first; r < last; r++) {
-            decode_row(*c.embedding, b->tokens[r], h.data + (int64_t)r * ld_hidden);
-            const size_t half = c.head_dim / 2;
+            float* row = h.data + (int64_t)r * ld_hidden;
+            decode_row(*c.embedding, b->tokens[r], row);
+            if (c.embed_scale != 1.0f) for (int i = 0; i < c.hidden; i++) row[i] *= c.embed_scale;
+            const int half = c.rotary_dim / 2;
             if (b->cosine) {
-                memcpy(cosine.data + r * half, b->cosine + r * half, half * 4);
-                memcpy(sine.data + r * half, b->sine + r * half, half * 4);
-            } else for (int i = 0; i < c.head_dim / 2; i++) {
-                const float angle = (float)b->positions[r] * c.inv_freq[i];
-                cosine.data[(int64_t)r * (c.head_dim / 2) + i] = cosf(angle) * c.rope_factor;
-                sine.data[(int64_t)r * (c.head_dim / 2) + i] = sinf(angle) * c.rope_factor;
-            }
+                memcpy(cosine.data + (int64_t)r * half, b->cosine + (int64_t)r * half, half * 4);
+                memcpy(sine.data + (int64_t)r * half, b->sine + (int64_t)r * half, half * 4);
+            } else turn(c.inv_freq, c.rope_factor, b->positions[r], half, cosine.data + (int64_t)r * half, sine.data + (int64_t)r * half);
+            if (c.local_inv_freq)
+                turn(c.local_inv_freq, 1.0f, b->positions[r], half, local_cosine.data + (int64_t)r * half, local_sine.data + (int64_t)r * half);
         }
         if (own) team.barrier(t);
         const bool adapted = low_ld > 0;
@@ -803,14 +850,18 @@ struct Model {
             if (t == 0) next.store(0);
             int r0, r1;
             Inputs& mixed = prepare_rows(T, t, n, r0, r1);
+            for (int64_t r = r0; r < r1 && y.o_norm; r++) {
+                float* row = mixed.mixed.data + r * ld_q;
+                rms_norm(row, y.o_norm, c.heads * c.head_dim, c.eps, row);
+            }
             quantize(o, 1, mixed.mixed.data, ld_q, r0, r1, mixed.coded);
             prepared(t);
-            add_to_residual(&y.o, mixed.mixed.data, ld_q, mixed.coded, t, n, adapted ? base + 3 : nullptr);
+            add_to_residual(&y.o, y.attended_norm, mixed.mixed.data, ld_q, mixed.coded, t, n, adapted ? base + 3 : nullptr);
             Inputs& post = norm_rows(y.post_norm, gate_up, y.mixture ? 0 : 2, T, t, n);
             if (y.mixture) mixing.run(team, *y.mixture, post.normed.data, ld_hidden, T, h.data, ld_hidden, scratch[t]->panel.data, t, n);
             else {
                 const Codes* product_codes = gate_up_down(y, post, t, n, adapted ? lora_gu : nullptr);
-                add_to_residual(&y.down, gate.data, ld_inter, product_codes, t, n, adapted ? base + 6 : nullptr);
+                add_to_residual(&y.down, y.fed_norm, gate.data, ld_inter, product_codes, t, n, adapted ? base + 6 : nullptr);
             }
             if (spilled) spill.leave(n);
         }
@@ -829,13 +880,21 @@ struct Model {
         const int ldv[] = {c.vocab};
         if (b->logits && b->wanted)
             linears(head, 1, in.normed.data, ld_hidden, in.coded, b->wanted, out_logits, ldv, false, t, n, nullptr);
+        if (b->logits && (c.logit_factor != 1.0f || c.logit_cap > 0)) {
+            own_columns(t, n, first, last);
+            for (int64_t r = 0; r < b->wanted; r++) cap_row(b->logits + r * c.vocab + first, last - first, c.logit_factor, c.logit_cap);
+        }
         if (want_best) find_best(t, n);
     }
-    void find_best(int t, int n) {
-        int first, last;
+    // The logits that thread t computed.
+    void own_columns(int t, int n, int& first, int& last) {
         share(num_panels(*c.head), t, n, first, last);
         first *= PANEL;
         last = std::min(last * PANEL, c.vocab);
+    }
+    void find_best(int t, int n) {
+        int first, last;
+        own_columns(t, n, first, last);
         for (int r = 0; r < b->wanted; r++) {
             const float* x = b->logits + (int64_t)r * c.vocab;
             V m = set1(-INFINITY), s = set1(0.0f);

@@ -13,16 +13,26 @@ static inline int32_t factor(const Linear& w) {
     return bias - w.zero;
 }
 
-// out = x / sqrt(mean(x^2) + eps) * weight, over n values.
-static void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
+// 1 / sqrt(mean(x^2) + eps), over n values.
+static float inverse_rms(const float* x, int n, float eps) {
     V s = set1(0.0f);
     int i = 0;
     for (; i + W <= n; i += W) s = fma(load(x + i), load(x + i), s);
     float total = hsum(s);
     for (; i < n; i++) total += x[i] * x[i];
-    const float r = 1.0f / sqrtf(total / (float)n + eps);
-    for (i = 0; i + W <= n; i += W) store(out + i, mul(mul(load(x + i), set1(r)), load(weight + i)));
+    return 1.0f / sqrtf(total / (float)n + eps);
+}
+
+// out = x * r * weight. `out` may be x.
+static void scale_row(const float* x, float r, const float* weight, int n, float* out) {
+    int i = 0;
+    for (; i + W <= n; i += W) store(out + i, mul(mul(load(x + i), set1(r)), load(weight + i)));
     for (; i < n; i++) out[i] = x[i] * r * weight[i];
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight, over n values. `out` may be x.
+static void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
+    scale_row(x, inverse_rms(x, n, eps), weight, n, out);
 }
 
 // Where one row of int8 activations is written: chunk c of 32 codes at codes + c * chunk_step, block b's scale at scale + b * step.
@@ -104,6 +114,27 @@ static void clamped_glu(const float* gate, const float* up, int n, float alpha, 
         return mul(div(g, add(set1(1.0f), vexp(mul(set1(-alpha), g)))), add(u, set1(1.0f)));
     };
     each(gate, up, n, out, lanes);
+}
+
+// x = cap tanh(factor x / cap), or factor x where cap is 0; in place.
+static void cap_row(float* x, int n, float factor, float cap) {
+    const V scale = set1(cap > 0 ? 2.0f * factor / cap : factor), one = set1(1.0f), two = set1(2.0f);
+    each(x, x, n, x, [&](V v, V) {
+        v = mul(v, scale);
+        return cap > 0 ? mul(set1(cap), sub(one, div(two, add(vexp(v), one)))) : v;  // tanh(y) = 1 - 2 / (e^2y + 1)
+    });
+}
+
+// What a feed-forward part does with its gate: out = act(gate) * up. `out` may be `gate`.
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, RELU2 = 2 };
+static void gated(Activation act, const float* gate, const float* up, int n, float* out) {
+    const V zero = set1(0.0f), one = set1(1.0f);
+    if (act == SILU) swiglu(gate, up, n, out);
+    else if (act == RELU2) each(gate, up, n, out, [&](V g, V u) { return mul(mul(vmax(g, zero), vmax(g, zero)), u); });
+    else each(gate, up, n, out, [&](V g, V u) {  // x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
+        const V inner = mul(g, fma(mul(g, g), set1(0.044715f), one));
+        return mul(div(g, add(one, vexp(mul(set1(-1.5957691216057308f), inner)))), u);
+    });
 }
 
 // Row `row` as k floats (the token embedding).
