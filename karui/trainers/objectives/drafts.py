@@ -146,15 +146,20 @@ class Eagle3Draft(Draft):
         self.engine = EngineStates(model, codes, self.chunk) if section.states == "engine" else None
         self._start(samples)
 
+    @torch.no_grad()
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[n, H] fp32, as the engine's drafts read them: without the factor that some models put on embeddings (Gemma)."""
+        table: Any = base_model(self.model).get_input_embeddings()  # type: ignore[operator]
+        return nn.functional.embedding(tokens, table.weight).float()
+
     def _start(self, samples: SampleSet) -> None:
         """See `karui.distill.drafts.start`, on the first documents."""
         aux, embeddings = [], []
-        table = base_model(self.model).get_input_embeddings()  # type: ignore[operator]
         batches = [collate([samples[i]]) for i in range(min(START_DOCUMENTS, len(samples)))]
         for batch in batches:
             for at, (streams, *_) in self.recorded(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets):
                 aux.append(streams.float())
-                embeddings.append(table(batch.tokens[at]).detach().float())
+                embeddings.append(self._embedded(batch.tokens[at]))
         if not aux:
             raise KaruiError("draft-eagle3: none of the first samples has a supervised token; see the preflight's report.")
         scale_fusion(self.draft, aux[0])
@@ -186,13 +191,11 @@ class Eagle3Draft(Draft):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        section, table = self.section, base_model(self.model).get_input_embeddings()  # type: ignore[operator]
+        section = self.section
         total = torch.zeros((), device=tokens.device)
         for at, (aux, hidden, best) in self.recorded(tokens, positions, cu_seqlens, targets):
-            with torch.no_grad():
-                embeddings = table(tokens[at]).float()
             found = eagle3_loss(
-                self.draft, aux=aux.float(), embeddings=embeddings, hidden=hidden.float(), head=self.head, ids=self.ids,
+                self.draft, aux=aux.float(), embeddings=self._embedded(tokens[at]), hidden=hidden.float(), head=self.head, ids=self.ids,
                 best=best, supervised=targets[at] != IGNORE, steps=section.steps, decay=section.decay, soft=section.soft,
                 chunk=self.chunk)
             total = total + found.loss_sum
