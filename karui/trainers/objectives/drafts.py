@@ -195,9 +195,9 @@ class Eagle3Draft(Draft):
         total = torch.zeros((), device=tokens.device)
         for at, (aux, hidden, best) in self.recorded(tokens, positions, cu_seqlens, targets):
             found = eagle3_loss(
-                self.draft, aux=aux.float(), embeddings=self._embedded(tokens[at]), hidden=hidden.float(), head=self.head, ids=self.ids,
-                best=best, supervised=targets[at] != IGNORE, steps=section.steps, decay=section.decay, soft=section.soft,
-                chunk=self.chunk)
+                self.draft, aux=aux.float(), embeddings=self._embedded(tokens[at]), hidden=hidden.float(), head=self.head,
+                ids=self.ids, best=best, supervised=targets[at] != IGNORE, steps=section.steps, decay=section.decay,
+                soft=section.soft, chunk=self.chunk)
             total = total + found.loss_sum
             for i, figures in enumerate(found.by_pass):
                 self.note(i, *figures)
