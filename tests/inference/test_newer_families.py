@@ -242,7 +242,7 @@ def test_what_other_runners_lack():
             TorchRunner(config, weights).set_kv_levels(levels)
 
 
-@pytest.mark.parametrize("case", ["seed_oss", "seed_oss-biased", "ernie4_5", "ernie4_5-biased", "ernie4_5_moe"])
+@pytest.mark.parametrize("case", ["seed_oss", "seed_oss-biased", "cwm", "ernie4_5", "ernie4_5-biased", "ernie4_5_moe"])
 def test_what_runs_natively(case):
     """Llamas with biases, and with RoPE of other pairs, whose rows of q and k are reordered: transformers' logits; codes, adapters."""
     native = pytest.importorskip("karui.inference.models.native")

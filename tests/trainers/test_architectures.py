@@ -27,8 +27,10 @@ LATENT = dict(num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=16, qk_ro
 GROUPS = dict(LATENT, n_group=2, topk_group=1)
 SCALES = dict(logits_scaling=3.0, residual_multiplier=0.7, attention_multiplier=0.2, embedding_multiplier=2.0)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 NEWER = ("granite", "granitemoe", "granitemoeshared", "smollm3", "seed_oss", "olmoe", "glm4", "glm4_moe", "ernie4_5", "ernie4_5_moe",
-         "hunyuan_v1_dense", "exaone4", "minimax_m2", "cohere", "cohere2")
+         "hunyuan_v1_dense", "exaone4", "minimax_m2", "cohere", "cohere2", "glm", "glm4_moe_lite", "dots1", "exaone_moe", "solar_open",
+         "cwm")
 KINDS = {
     "deepseek_v2": dict(LATENT, q_lora_rank=None), "deepseek_v3": GROUPS,
     # many index heads: with few, scores are exactly zero so often that the least chosen key is one of several
@@ -42,6 +44,9 @@ KINDS = {
     "glm4": dict(head_dim=16), "glm4_moe": dict(LATENT, head_dim=16, use_qk_norm=True), "ernie4_5": dict(head_dim=16),
     "ernie4_5_moe": dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=64), "hunyuan_v1_dense": dict(head_dim=16),
     "exaone4": dict(sliding_window=16, sliding_window_pattern=2), "minimax_m2": dict(EXPERTS, head_dim=16, rotary_dim=8),
+    "glm": dict(head_dim=16), "glm4_moe_lite": LATENT, "dots1": dict(ROUTED, n_shared_experts=1, first_k_dense_replace=1),
+    "exaone_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, sliding_window=16, sliding_window_pattern=2),
+    "solar_open": dict(ROUTED, head_dim=16), "cwm": dict(head_dim=16, sliding_window=16),
     "cohere": dict(logit_scale=0.25), "cohere2": dict(logit_scale=0.25, sliding_window=16, sliding_window_pattern=2),
     "gpt_oss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
                     rope_parameters=dict(rope_type="default", rope_theta=1e4)),

@@ -54,7 +54,7 @@ from karui.kernels.triton_support.driver import explained
 
 logger = logging.getLogger(__name__)
 
-MODELS = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "seed_oss")
+MODELS = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "seed_oss", "cwm")
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GRAPH_BLOCKS = tuple(16 * 4**i for i in range(10))  # widths of their block tables: the reach decides how keys are split
 _EMBEDDING = "model.embed_tokens"
