@@ -130,3 +130,6 @@ class Runner(Protocol):
 
     def weight_bytes(self) -> int:
         """Bytes of weights held, as packed."""
+
+    def embedding_bytes(self) -> int:
+        """Those of the embedding, of which a token reads a row."""

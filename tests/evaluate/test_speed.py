@@ -230,5 +230,17 @@ def test_a_peak_is_the_process_s_own_not_that_of_who_launched_it():
 
 
 def test_streams_read_the_experts_that_any_of_them_takes():
-    load = Load(weight_bytes=1000, kv_bytes_per_token=1, weights_per_token=1, expert_bytes=800, chosen=0.25)
+    load = Load(weight_bytes=1100, kv_bytes_per_token=1, weights_per_token=1, expert_bytes=800, chosen=0.25, table_bytes=100)
     assert [load.read_bytes(n) for n in (1, 2, 1000)] == pytest.approx([400, 200 + 800 * (1 - 0.75**2), 1000])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_that_is_no_head_is_not_read(tied: bool) -> None:
+    from karui.inference.engine import Engine
+    from karui.inference.models.decoder import TorchRunner
+    from tests.inference.conftest import tiny
+
+    _, config, weights = tiny("llama", tie_word_embeddings=tied)
+    runner = TorchRunner(config, weights)
+    load = load_of(Engine(runner, max_context=64, max_sequences=1))
+    assert load.read_bytes(1) == runner.weight_bytes() - (0 if tied else 4 * config.vocab_size * config.hidden_size)

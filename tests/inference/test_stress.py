@@ -45,6 +45,9 @@ class CheckingRunner:
     def weight_bytes(self) -> int:
         return 0
 
+    def embedding_bytes(self) -> int:
+        return 0
+
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._maybe_fail()
         self.slots[target.numpy()] = self.slots[source.numpy()]

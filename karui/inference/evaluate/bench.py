@@ -24,6 +24,7 @@ class Load:
     """What a step reads and computes: bytes of weights as packed, KV bytes per token of context, weights multiplied per token.
 
     expert_bytes: those of routed experts (in proportion to their values, whatever the grids); chosen: a token's share of them.
+    table_bytes: those of an embedding that is not the output head too, of which a token reads a row.
     """
 
     weight_bytes: int
@@ -31,10 +32,11 @@ class Load:
     weights_per_token: int
     expert_bytes: int = 0
     chosen: float = 1.0
+    table_bytes: int = 0
 
     def read_bytes(self, streams: int) -> float:
         """Bytes of weights that a step of so many streams reads; their choices of experts are taken to be independent."""
-        return self.weight_bytes - self.expert_bytes * (1 - self.chosen) ** streams
+        return self.weight_bytes - self.table_bytes - self.expert_bytes * (1 - self.chosen) ** streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +194,9 @@ def load_of(engine: Any) -> Load:
         if len(shape) == 2 and ".layers." in name:
             matrices += math.prod(shape)
             routed += math.prod(shape) if ".experts." in name else 0
-    total = runner.weight_bytes()
-    return Load(weight_bytes=total, kv_bytes_per_token=runner.kv_bytes_per_token(engine.kv_dtype), chosen=chosen,
-                weights_per_token=round(matrices - routed * (1 - chosen)), expert_bytes=total * routed // values)
+    total, table = runner.weight_bytes(), 0 if runner.config.tied else runner.embedding_bytes()
+    return Load(weight_bytes=total, table_bytes=table, kv_bytes_per_token=runner.kv_bytes_per_token(engine.kv_dtype), chosen=chosen,
+                weights_per_token=round(matrices - routed * (1 - chosen)), expert_bytes=(total - table) * routed // values)
 
 
 def advice(machine: Machine, load: Load, levels: Sequence[Level], prefill_per_s: float, prefill_limit_per_s: float,

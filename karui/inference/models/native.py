@@ -255,6 +255,9 @@ class NativeRunner:
     def weight_bytes(self) -> int:
         return self._weight_bytes
 
+    def embedding_bytes(self) -> int:
+        return self._held[1][0].nbytes
+
     def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None. An unknown module is an error."""
         c, known = self.config, dict[str, list[tuple[int, torch.Tensor | None]]]()
