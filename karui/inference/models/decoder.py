@@ -155,6 +155,10 @@ class TorchRunner:
     def weight_bytes(self) -> int:
         return sum(nbytes(w) for w in self._weights.values())
 
+    def embedding_bytes(self) -> int:
+        table = self._weights.get("model.embed_tokens.weight")
+        return 0 if table is None else nbytes(table)
+
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         assert self._kv is not None, "allocate() first"
         self._kv.copy(source.long().to(self.device), target.long().to(self.device))

@@ -5,7 +5,7 @@
     experts     rows sorted by expert on the device, one grouped product for all experts (`mixture`); dense ones through
                 `gemm_grouped`, codes through `gemm_weight`
     norms       fused with the residual addition before them; those of q and k with the rotation and the cache's writing
-    attention   paged, over fp32, fp16, bf16, int8 or fp8 blocks; trees of drafts are verified in the same kernel
+    attention   paged, over fp32, fp16, bf16, int8, fp8, int4 or kivi blocks; trees of drafts are verified in the same kernel
     decoding    steps of one row per sequence replay a graph, one per size of batch and reach of the context (and one with
                 adapters, a number per row); batches are padded to the next size, padded rows write nowhere. One copy brings a
                 step's numbers to the GPU
@@ -26,8 +26,10 @@ import torch.nn.functional as F
 
 from karui.configs.errors import UnsupportedError
 from karui.inference.batch import StepBatch, StepOutput
+from karui.inference.cache.affine import group_of
 from karui.inference.cache.groups import LayerGroups
-from karui.inference.cache.kv import PACKED, KVStore, check_dtype
+from karui.inference.cache.kivi import KiviStore
+from karui.inference.cache.kv import KVStore, check_dtype
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights, TorchRunner
 from karui.inference.models.rope import cos_sin
@@ -45,9 +47,10 @@ from karui.kernels.gemm_weight import (
     takes_float8,
     takes_int8,
 )
+from karui.kernels.kvquant import BITS
 from karui.kernels.lora_rows import Stack, lora_rows
 from karui.kernels.mixture import mixture
-from karui.kernels.paged_attention import Cache, Plan, enter, paged_attention, tree_words
+from karui.kernels.paged_attention import Cache, KiviCache, Plan, enter, paged_attention, tree_words
 from karui.kernels.qtensor import QTensor
 from karui.kernels.triton_support import Backend, current, obstacle
 from karui.kernels.triton_support.driver import explained
@@ -130,6 +133,7 @@ class TritonRunner(TorchRunner):
     """
 
     most_groups = 1
+    paged_at = "cpu"  # so that no step waits for the GPU to know its pages
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device | str = "cuda",
                  dtype: torch.dtype = torch.bfloat16, graphs: bool = True, activation_bits: int = 16,
@@ -141,7 +145,7 @@ class TritonRunner(TorchRunner):
             raise UnsupportedError(f"the triton runner cannot serve this: {reason}; use runner='torch'.")
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._stacks: dict[str, Stack] | None = None
-        self._caches: list[Cache] = []
+        self._caches: list[Cache] | list[KiviCache] = []
         self._packed = False
         self._products: dict[str, _Product] = {}
         self._parts: dict[str, dict[str, slice]] = {}
@@ -157,8 +161,9 @@ class TritonRunner(TorchRunner):
     # -- Runner protocol
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        if check_dtype(kv_dtype) in PACKED:
-            raise UnsupportedError(f"kv_dtype {kv_dtype!r} has no Triton kernel; use fp8 or int8, or load with runner='torch'.")
+        if check_dtype(kv_dtype) in BITS:
+            raise UnsupportedError(f"kv_dtype {kv_dtype!r} has no Triton kernel; use kivi4, int4, fp8 or int8, or load with "
+                                   "runner='torch'.")
         return super().kv_bytes_per_token(kv_dtype)
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None,
@@ -168,23 +173,31 @@ class TritonRunner(TorchRunner):
         self._caches = []  # views, which would hold the old blocks beside the new ones
         needed = num_blocks * block_size * self.kv_bytes_per_token(kv_dtype)
         try:
-            super().allocate(num_blocks, block_size, kv_dtype)
+            super().allocate(num_blocks, block_size, kv_dtype, num_staged)
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(self.device)[0]
             fits = free // (block_size * self.kv_bytes_per_token(kv_dtype))
             raise UnsupportedError(
                 f"{num_blocks} blocks of KV cache need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; {fits} blocks "
-                f"would fit (fewer sequences, a shorter context, or kv_dtype='fp8' or 'int8')."
+                f"would fit (fewer sequences, a shorter context, or kv_dtype='fp8', 'int8' or 'int4')."
             ) from error
+        if isinstance(store := self._kv, KiviStore):
+            self._caches = [KiviCache(store.keys[i], store.values[i], store.pages[0, i], store.pages[1, i], store.bits,
+                                      block_size, store.group) for i in range(self.config.num_layers)]
+            return
         assert isinstance(self._kv, KVStore)
-        scale = self._kv.scale
-        self._caches = [Cache(self._kv.data[0, i], self._kv.data[1, i], *((None, None) if scale is None else (scale[0, i],
-                                                                                                              scale[1, i])))
-                        for i in range(self.config.num_layers)]
+        scale, width = self._kv.scale, self.config.head_dim
+        packed = (width, group_of(width)) if kv_dtype == "int4" else None
+        self._caches = [Cache(self._kv.data[0, i], self._kv.data[1, i], None if scale is None else scale[0, i],
+                              None if scale is None else scale[1, i], packed) for i in range(self.config.num_layers)]
 
     def weight_bytes(self) -> int:
         rest = sum(nbytes(w) for name, w in self._weights.items() if name.rpartition(".")[0] not in self._within)
         return rest + sum(p.nbytes for p in self._products.values())
+
+    def embedding_bytes(self) -> int:
+        packed = self._products.get(_EMBEDDING)
+        return super().embedding_bytes() if packed is None else packed.nbytes
 
     def load_weights(self, weights: Weights, partial: bool = False) -> None:
         """As `TorchRunner.load_weights`; with packed weights only whole sets, because their sources are not kept."""
@@ -270,19 +283,24 @@ class TritonRunner(TorchRunner):
             return self._forward(batch)
 
     def _forward(self, batch: StepBatch) -> StepOutput:
-        size = len(batch.tokens)
+        size, pages = len(batch.tokens), None
+        if isinstance(self._kv, KiviStore):
+            if batch.tree_masks is not None:
+                raise UnsupportedError("a cache that codes whole blocks (kivi) serves no trees of drafts, only chains.")
+            pages = self._kv.place(batch.slots.long()).int()
         one_each = 0 < size == len(batch.context_lens) and size <= GRAPH_SIZES[-1]
         adapters = self._adapters_of(batch) if one_each else self._adapter_rows(batch)
         decoding = one_each and not (batch.aux_layers or batch.tree_masks)
         if decoding and batch.logit_rows.tolist() == list(range(size)):
             graph = self._graph_for(size, batch.block_tables.shape[1], isinstance(adapters, torch.Tensor))
             if graph is not None:
-                hidden, logits = graph.replay(batch)
+                hidden, logits = graph.replay(batch, pages)
                 # the next replay overwrites both; logits are read before it, hidden states may be kept
                 return StepOutput(logits, hidden.to(torch.float32, copy=True) if batch.want_hidden else None)
         adapters = self._here(adapters) if isinstance(adapters, torch.Tensor) else adapters
         tokens, positions, slots, rows = (self._here(x) for x in (batch.tokens, batch.positions, batch.slots, batch.logit_rows))
-        (update, total), aux = self._run(tokens, positions, slots, self._plan(batch, positions), adapters, batch.aux_layers)
+        pages, plan = None if pages is None else self._here(pages), self._plan(batch, positions)
+        (update, total), aux = self._run(tokens, positions, slots, plan, adapters, batch.aux_layers, pages)
         hidden = self._last_norm(update[rows], total[rows])
         return StepOutput(self._head(hidden), hidden.float() if batch.want_hidden else None, None if aux is None else aux.float())
 
@@ -295,8 +313,10 @@ class TritonRunner(TorchRunner):
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: Plan,
              adapters: _Adapters,
-             aux_layers: tuple[int, ...]) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-        """What the last layer adds and the residual stream before it, each [T, H], and the streams entering `aux_layers`."""
+             aux_layers: tuple[int, ...],
+             pages: torch.Tensor | None) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+        """What the last layer adds and the residual stream before it, each [T, H], and the streams entering `aux_layers`. pages:
+        [T] where rows lie in a KIVI cache's pages."""
         c = self.config
         total, update = self._embed(tokens.long()), None
         cos, sin = (t.float().contiguous() for t in cos_sin(c, positions.long(), self._frequencies))
@@ -313,15 +333,27 @@ class TritonRunner(TorchRunner):
                 aux.append(total)
             qkv = self._product(h, p + "self_attn.qkv", adapters)
             norms = tuple(self._dense(f"{p}self_attn.{x}_norm.weight") for x in "qk") if c.qk_norm else None
-            q = enter(qkv, c.num_heads, cos, sin, slots, self._caches[i], norms, c.norm_eps, "triton")
-            window = c.sliding_window[i] if c.sliding_window else None
-            mixed = paged_attention(q, self._caches[i], plan, c.head_dim**-0.5, window, "triton")
+            mixed = self._attend(i, qkv, norms, cos, sin, slots, plan, pages)
             update = self._product(mixed.flatten(-2), p + "self_attn.o_proj", adapters)
             h, total = self._add_norm(update, total, p + "post_attention_layernorm.weight")
             is_mixture = c.mixture is not None and c.mixture.layers[i]
             update = self._experts(h, p + "mlp") if is_mixture else self._gated_mlp(h, p + "mlp", adapters)
         assert update is not None
         return (update, total), torch.cat(aux, -1) if aux else None
+
+    def _attend(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, ...] | None, cos: torch.Tensor, sin: torch.Tensor,
+                slots: torch.Tensor, plan: Plan, pages: torch.Tensor | None) -> torch.Tensor:
+        """[T, A, D] of a layer's product; keys and values go into the cache."""
+        c, cache = self.config, self._caches[layer]
+        window, scaling = c.sliding_window[layer] if c.sliding_window else None, c.head_dim**-0.5
+        if isinstance(cache, KiviCache):
+            from karui.kernels.paged_attention import kivi
+
+            assert pages is not None
+            q = kivi.enter(qkv, c.num_heads, cos, sin, slots, pages, cache, norms, c.norm_eps)
+            return kivi.kivi_attention(q, cache, plan, pages, scaling, window)
+        q = enter(qkv, c.num_heads, cos, sin, slots, cache, norms, c.norm_eps, "triton")
+        return paged_attention(q, cache, plan, scaling, window, "triton")
 
     def _dense(self, name: str) -> torch.Tensor:
         weight = self._weights[name]
@@ -508,7 +540,9 @@ class TritonRunner(TorchRunner):
         plan = Plan(starts, inputs.contexts, inputs.tables, self._block_size, 1)
 
         def step() -> tuple[torch.Tensor, torch.Tensor]:
-            last, _ = self._run(inputs.tokens, inputs.positions, inputs.slots, plan, inputs.adapters if adapted else {}, ())
+            own: _Adapters = inputs.adapters if adapted else {}
+            pages = inputs.pages if isinstance(self._kv, KiviStore) else None
+            last, _ = self._run(inputs.tokens, inputs.positions, inputs.slots, plan, own, (), pages)
             hidden = self._last_norm(*last)
             return hidden, self._head(hidden)
 
@@ -535,15 +569,16 @@ class _Inputs:
 
     def __init__(self, size: int, width: int, device: torch.device | str) -> None:
         each = max(4, size)
-        self.all = torch.zeros(5 * each + size * width, dtype=torch.int32, device=device)
-        self.tokens, self.positions, self.slots, self.contexts, self.adapters = (
-            self.all[i * each:i * each + size] for i in range(5))
-        self.tables = self.all[5 * each:].view(size, width)
+        self.all = torch.zeros(6 * each + size * width, dtype=torch.int32, device=device)
+        self.tokens, self.positions, self.slots, self.contexts, self.adapters, self.pages = (
+            self.all[i * each:i * each + size] for i in range(6))
+        self.tables = self.all[6 * each:].view(size, width)
         self.slots.fill_(-1)  # a row of padding writes nowhere, and sees one key
         self.adapters.fill_(-1)
+        self.pages.fill_(-1)
         self.contexts.fill_(1)
 
-    def take(self, batch: StepBatch) -> None:
+    def take(self, batch: StepBatch, pages: torch.Tensor | None = None) -> None:
         """Fill in a batch of `size` sequences or fewer."""
         (rows, columns), (size, width) = self.tables.shape, batch.block_tables.shape
         step = _Inputs(rows, columns, "cpu")
@@ -552,6 +587,8 @@ class _Inputs:
             to[:size] = value
         if batch.adapters is not None:
             step.adapters[:size] = batch.adapters
+        if pages is not None:
+            step.pages[:size] = pages
         step.tables[:size, :width] = batch.block_tables
         self.all.copy_(step.all, non_blocking=True)
 
@@ -566,9 +603,9 @@ class _Graph:
     logits: torch.Tensor
     recorded: torch.cuda.CUDAGraph
 
-    def replay(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(self, batch: StepBatch, pages: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden, logits) of the batch, overwritten by the next replay."""
-        self.inputs.take(batch)
+        self.inputs.take(batch, pages)
         self.recorded.replay()
         size = len(batch.tokens)
         return self.hidden[:size], self.logits[:size]
