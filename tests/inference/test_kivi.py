@@ -217,12 +217,12 @@ def test_bytes_are_those_that_are_planned_with(kv_dtype):
             assert 70e3 < held.keys.nbytes + held.values.nbytes + held.pages.nbytes <= 90e3
 
 
-@pytest.mark.parametrize("kv_dtype", [*PACKED, "kvquant3"])
-def test_the_triton_runner_refuses_them(kv_dtype, monkeypatch):
+@pytest.mark.parametrize("kv_dtype", ["kvquant4", "kvquant3"])
+def test_the_triton_runner_refuses_kvquant(kv_dtype, monkeypatch):
     gpu = pytest.importorskip("karui.inference.models.gpu")
     monkeypatch.setattr(gpu, "unsuited", lambda config, device: "")
     _, config, weights = tiny("llama", head_dim=16)
-    with pytest.raises(UnsupportedError, match=f"kv_dtype '{kv_dtype}' has no Triton kernel; use fp8 or int8, or .*runner='torch'"):
+    with pytest.raises(UnsupportedError, match=f"kv_dtype '{kv_dtype}' has no Triton kernel; use kivi4, int4, fp8 or int8, or .*runner='torch'"):
         Engine(gpu.TritonRunner(config, weights, "cpu", torch.float32), kv_dtype=kv_dtype, memory="8MB")
 
 

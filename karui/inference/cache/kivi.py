@@ -45,16 +45,16 @@ class KiviStore:
     """Codes of N blocks in every layer, and fp16 pages for `num_pages` of them.
 
     keys: uint8 [layers, N, G, D, bytes of B tokens]. values: uint8 [layers, N * B, G, bytes of D dimensions].
-    pages: fp16 [2, layers, num_pages * B, G, D].
+    pages: fp16 [2, layers, num_pages * B, G, D]. Which block has which is known on the device `paged_at`, None: on the same.
     """
 
     staged = True
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_dtype: str,
-                 device: torch.device | str, num_pages: int | None = None) -> None:
+                 device: torch.device | str, num_pages: int | None = None, paged_at: str | None = None) -> None:
         check_block(block_size, kv_dtype)
-        self.block_size, self.head_dim, self.bits, self._group = block_size, head_dim, BITS[kv_dtype], group_of(head_dim)
-        key_bytes, value_bytes = row_bytes(block_size, self.bits, GROUP), row_bytes(head_dim, self.bits, self._group)
+        self.block_size, self.head_dim, self.bits, self.group = block_size, head_dim, BITS[kv_dtype], group_of(head_dim)
+        key_bytes, value_bytes = row_bytes(block_size, self.bits, GROUP), row_bytes(head_dim, self.bits, self.group)
         num_pages = num_blocks if num_pages is None else min(num_pages, num_blocks)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -63,7 +63,7 @@ class KiviStore:
         self.keys = zeros(num_blocks, num_kv_heads, head_dim, key_bytes)
         self.values = zeros(num_blocks * block_size, num_kv_heads, value_bytes)
         self.pages = torch.stack([zeros(num_pages * block_size, num_kv_heads, head_dim, dtype=torch.float16) for _ in range(2)])
-        self._page = torch.full((num_blocks,), -1, dtype=torch.long, device=device)
+        self._page = torch.full((num_blocks,), -1, dtype=torch.long, device=device if paged_at is None else paged_at)
         self._free = list(range(num_pages))[::-1]
 
     @property
@@ -74,9 +74,7 @@ class KiviStore:
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v [T, G, D] at `slots` [T] int64, the rows of each sequence in order; blocks that they fill are coded."""
-        if layer == 0:
-            self._borrow(slots)
-        rows = self._rows(slots)
+        rows = self.place(slots) if layer == 0 else self._rows(slots)
         for side, x in enumerate((k, v)):
             self.pages[side, layer, rows] = x.float().clamp(-LARGEST, LARGEST).half()
         full = slots[slots % self.block_size == self.block_size - 1] // self.block_size
@@ -85,7 +83,12 @@ class KiviStore:
         inside = self._rows(full[:, None] * self.block_size + torch.arange(self.block_size, device=full.device))
         k, v = (self.pages[side, layer, inside] for side in (0, 1))  # [blocks, B, G, D]
         self.keys[layer, full] = encode(k.permute(0, 2, 3, 1), self.bits, GROUP)
-        self.values[layer].view(-1, self.block_size, *self.values.shape[2:])[full] = encode(v, self.bits, self._group)
+        self.values[layer].view(-1, self.block_size, *self.values.shape[2:])[full] = encode(v, self.bits, self.group)
+
+    def place(self, slots: torch.Tensor) -> torch.Tensor:
+        """Where rows at `slots` [T] lie in the pages; blocks that have none borrow one."""
+        self._borrow(slots)
+        return self._rows(slots)
 
     def settle(self, blocks: Iterable[int]) -> None:
         """The rows of these blocks are final, or nobody's: their pages, if they have any, are free."""
@@ -96,7 +99,7 @@ class KiviStore:
                 self._free.append(page)
 
     def _borrow(self, slots: torch.Tensor) -> None:
-        blocks = (slots // self.block_size).unique()
+        blocks = (slots.to(self._page.device) // self.block_size).unique()
         for block in blocks[self._page[blocks] < 0].tolist():
             if not self._free:
                 raise RuntimeError(f"all {self.pages.shape[2] // self.block_size} pages of the KV cache are taken: blocks were "
@@ -104,6 +107,7 @@ class KiviStore:
             self._page[block] = self._free.pop()
 
     def _rows(self, slots: torch.Tensor) -> torch.Tensor:
+        slots = slots.to(self._page.device)
         pages = self._page[slots // self.block_size]
         assert bool((pages >= 0).all()), "rows in full precision are read of a block that has none"
         return pages * self.block_size + slots % self.block_size
@@ -125,15 +129,14 @@ class KiviStore:
         """Keys and values [len(blocks) * B, G, D]."""
         k = decode(self.keys[layer, blocks], self.block_size, self.bits, GROUP, dtype)  # [blocks, G, D, B]
         v = self.values[layer].view(-1, self.block_size, *self.values.shape[2:])[blocks]
-        return k.permute(0, 3, 1, 2).flatten(0, 1), decode(v, self.head_dim, self.bits, self._group, dtype).flatten(0, 1)
+        return k.permute(0, 3, 1, 2).flatten(0, 1), decode(v, self.head_dim, self.bits, self.group, dtype).flatten(0, 1)
 
     # -- moving
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the fp16 rows at slot source[i] to target[i] in every layer; all are read before any is written."""
-        rows = self.pages[:, :, self._rows(source)]
-        self._borrow(target)
-        self.pages[:, :, self._rows(target)] = rows
+        rows = self.pages[:, :, self._rows(source).to(self.pages.device)]
+        self.pages[:, :, self.place(target).to(self.pages.device)] = rows
 
     def take(self, slots: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The codes of whole blocks at `slots` [T], on the CPU: uint8 [2, layers, T, G, bytes]; keys' are dealt out evenly."""

@@ -66,6 +66,7 @@ class TorchRunner:
     supports_adapters = True
     supports_partial_weights = True
     most_groups = MOST
+    paged_at: str | None = None
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device | str = "cpu",
                  dtype: torch.dtype = torch.float32, bit_exact: bool = False) -> None:
@@ -102,7 +103,7 @@ class TorchRunner:
                                     self.device)
         elif check_dtype(kv_dtype) in STAGED:
             self._kv = KiviStore(layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device,
-                                 num_staged)
+                                 num_staged, self.paged_at)
         else:
             self._kv = KVStore(layers, num_blocks * block_size, c.num_kv_heads, c.head_dim, kv_dtype, self.device)
         self._block_size = block_size

@@ -18,6 +18,9 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: Cache
     keep = slots >= 0
     at = slots[keep].long()
     for x, to, scales in ((k[keep], cache.keys, cache.key_scale), (v[keep], cache.values, cache.value_scale)):
+        if cache.packed is not None:
+            to[at] = pack4(x, cache.packed[1])
+            continue
         if scales is None:
             to[at] = x.to(to.dtype)
             continue
@@ -32,7 +35,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: Cache
 def enter(qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: Cache,
           norms: tuple[torch.Tensor, ...] | None, eps: float) -> torch.Tensor:  # fmt: skip
     """As `karui.kernels.paged_attention.enter`."""
-    groups, width = cache.keys.shape[1:]
+    groups, width = cache.keys.shape[1], cache.head_dim
     q, k, v = qkv.view(len(qkv), -1, width).split((heads, groups, groups), 1)
     if norms is not None:
         q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norms))
@@ -41,8 +44,29 @@ def enter(qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, s
     return q
 
 
-def read(values: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+def pack4(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Rows of an int4 cache of x [..., D], see `Cache`; a group with a NaN has no number for step and min."""
+    x = x.float().clamp(-65504.0, 65504.0).unflatten(-1, (-1, group))
+    low, high = x.amin(-1, keepdim=True).half(), x.amax(-1, keepdim=True)
+    step = ((high - low.float()) / 15).half()
+    code = ((x - low.float()) / step.float()).round().clamp(0, 15)
+    code = code.masked_fill((step == 0) | code.isnan(), 0).to(torch.uint8).flatten(-2)
+    parts = [code[..., ::2] | code[..., 1::2] << 4, step.squeeze(-1).view(torch.uint8), low.squeeze(-1).view(torch.uint8)]
+    return torch.cat(parts, -1)
+
+
+def unpack4(rows: torch.Tensor, width: int, group: int) -> torch.Tensor:
+    """float64 [..., D] of rows of an int4 cache."""
+    codes, step, low = rows.split([width // 2, *[2 * (width // group)] * 2], -1)
+    step, low = (x.contiguous().view(torch.float16).double().repeat_interleave(group, -1) for x in (step, low))
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2).double() * step + low
+
+
+def read(values: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor,
+         packed: tuple[int, int] | None = None) -> torch.Tensor:  # fmt: skip
     """float64 [len(slots), G, D]."""
+    if packed is not None:
+        return unpack4(values[slots], *packed)
     x = values.view(torch.uint8)[slots].view(values.dtype) if values.element_size() == 1 else values[slots]
     return x.to(torch.float64) if scale is None else x.float().double() * scale[slots].double()[..., None]
 
@@ -58,7 +82,7 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
             continue
         j = torch.arange(context, device=q.device)
         slots = plan.block_tables[s].long()[j // plan.block_size] * plan.block_size + j % plan.block_size
-        k, v = (read(x, scale, slots).repeat_interleave(group, 1) for x, scale in
+        k, v = (read(x, scale, slots, cache.packed).repeat_interleave(group, 1) for x, scale in
                 ((cache.keys, cache.key_scale), (cache.values, cache.value_scale)))  # fmt: skip
         own = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
         if plan.tree is not None:

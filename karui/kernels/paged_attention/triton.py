@@ -12,6 +12,8 @@ one place in the words are a product of their own with every fourth dimension of
 values likewise, every fourth dimension of the output. Two words, neighbours in a key or of neighbouring keys, then give the pairs
 of bf16 that a tensor core takes, and no bytes are gathered: by count of the machine code 27 bytes a cycle, not 16.
 
+int4 rows are read so for any number of rows, in words of 16 bits, and decoded in fp32: code * step + min, as the store has it.
+
 What differs from step to step (rows, parts, widths of tables) is no compile-time value: each new one would be compiled anew.
 """
 
@@ -29,7 +31,7 @@ from karui.kernels.triton_support.codecs import decode_e4m3, encode_e4m3
 from karui.kernels.triton_support.offline import WIDE_LOADS, Case
 from karui.kernels.triton_support.products import dot
 
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 _INTERPRETED = tl.constexpr(interpreting())
 
 
@@ -119,8 +121,8 @@ def _write(k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, key_scale_ptr, value_s
 @triton.jit
 def _enter(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, key_scale_ptr,
            value_scale_ptr, qkv_token, slot_stride, head_stride, scale_slot, eps, A: tl.constexpr, G: tl.constexpr,
-           NORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):  # fmt: skip
-    """Program (row, head of q, k and v one after the other): norm, rotation, and into q or the cache."""
+           NORM: tl.constexpr, KIND: tl.constexpr, APART: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):  # fmt: skip
+    """Program (row, head of q, k and v one after the other): norm, rotation, and into q or the cache, with APART its row t."""
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, HP)
     inside = d < HALF
@@ -146,7 +148,7 @@ def _enter(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, 
         tl.store(to, low.to(a.dtype), inside)
         tl.store(to + HALF, high.to(a.dtype), inside)
     else:
-        slot = tl.load(slots_ptr + t).to(tl.int64)
+        slot = t if APART else tl.load(slots_ptr + t).to(tl.int64)
         if slot >= 0:
             g = tl.where(is_value, head - A - G, head - A)
             cache_ptr = values_ptr if is_value else keys_ptr
@@ -157,6 +159,71 @@ def _enter(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, 
             if KIND != 0:
                 scales = value_scale_ptr if is_value else key_scale_ptr
                 tl.store(scales + slot * scale_slot + g, scale)
+
+
+@triton.jit
+def coded(x, BITS: tl.constexpr):
+    """(bytes [R, Q * BITS / 8], steps [R], mins [R] in fp16) of the rows of x [R, Q], fp32; a byte's first code is in its lowest
+    bits. A row with a NaN has no number for step and min."""
+    R: tl.constexpr = x.shape[0]
+    Q: tl.constexpr = x.shape[1]
+    EACH: tl.constexpr = 8 // BITS
+    LAST: tl.constexpr = (1 << BITS) - 1
+    bad = tl.sum((x != x).to(tl.int32), 1) > 0
+    x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    low = tl.where(bad, float("nan"), tl.min(x, 1)).to(tl.float16)
+    high, near = tl.max(x, 1), low.to(tl.float32)
+    step = tl.div_rn(high - near, tl.full([R], LAST, tl.float32)).to(tl.float16)
+    wide = tl.broadcast_to(step.to(tl.float32)[:, None], [R, Q])
+    code = tl.div_rn(x - near[:, None], tl.where(wide == 0.0, 1.0, wide))
+    code = tl.minimum(tl.maximum((code + 12582912.0) - 12582912.0, 0.0), LAST)  # to the nearest, ties to even
+    code = tl.where((wide == 0.0) | bad[:, None], 0.0, code).to(tl.int32).reshape([R, Q // EACH, EACH])
+    return tl.sum(code << (BITS * tl.arange(0, EACH))[None, None, :], 2).to(tl.uint8), step, low
+
+
+@triton.jit
+def _write4(x_ptr, slots_ptr, bytes_ptr, halves_ptr, x_token, x_head, slot_stride, head_stride, D: tl.constexpr, Q: tl.constexpr,
+            GP: tl.constexpr):  # fmt: skip
+    """Program (row, head): its row of an int4 cache, which `bytes_ptr` and, as fp16, `halves_ptr` point to; strides in bytes."""
+    t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots_ptr + t).to(tl.int64)
+    if slot >= 0:
+        group, i = tl.arange(0, GP), tl.arange(0, Q)
+        inside = group < D // Q
+        x = tl.load(x_ptr + t * x_token + g * x_head + group[:, None] * Q + i[None, :], inside[:, None], 0.0).to(tl.float32)
+        code, step, low = coded(x, 4)
+        at = slot * slot_stride + g * head_stride
+        tl.store(bytes_ptr + at + group[:, None] * (Q // 2) + tl.arange(0, Q // 2)[None, :], code, inside[:, None])
+        to = halves_ptr + at // 2 + D // 4 + group
+        tl.store(to, step, inside)
+        tl.store(to + D // Q, low, inside)
+
+
+@triton.jit
+def _nibbles(row, there, D: tl.constexpr, Q: tl.constexpr, DP: tl.constexpr, like):
+    """The values of each place in words of four 4-bit codes, [BN, DP / 4]; `row` [BN] points to the rows' beginnings as int16,
+    `there` says which are read."""
+    e, group = tl.arange(0, DP // 4), tl.arange(0, DP // Q)
+    words = tl.load(row[:, None] + e[None, :], there[:, None] & (e < D // 4)[None, :], 0).to(tl.int32)
+    near, inside = row[:, None] + D // 4 + group[None, :], there[:, None] & (group < D // Q)[None, :]
+    step = spread(tl.load(near, inside, 0).to(tl.float16, bitcast=True).to(tl.float32), Q // 4)
+    low = spread(tl.load(near + D // Q, inside, 0).to(tl.float16, bitcast=True).to(tl.float32), Q // 4)
+    return (nibble(words, 0, 4, step, low, like), nibble(words, 1, 4, step, low, like), nibble(words, 2, 4, step, low, like),
+            nibble(words, 3, 4, step, low, like))  # fmt: skip
+
+
+@triton.jit
+def spread(x, TIMES: tl.constexpr):
+    """x [R, C] with each column so many times, [R, C * TIMES]."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    return tl.broadcast_to(x[:, :, None], [R, C, TIMES]).reshape([R, C * TIMES])
+
+
+@triton.jit
+def nibble(words, place: tl.constexpr, BITS: tl.constexpr, step, low, like):
+    """code * step + low of one place in int32 words, in like's dtype."""
+    return (((words >> (BITS * place)) & ((1 << BITS) - 1)).to(tl.float32) * step + low).to(like.dtype)
 
 
 @triton.jit
@@ -174,10 +241,12 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             positions_ptr, out_ptr, top_ptr, sum_ptr, T, q_token, q_head, slot_stride, head_stride, scale_slot, table_stride,
             factor, window, rows, tiles, parts, BLOCK: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr,
             HARD: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SPLIT: tl.constexpr,
-            WORDS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+            WORDS: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+            BN: tl.constexpr):  # fmt: skip
     """Program (sequence and tile of `rows` rows, key head, part); tile row r is row r // GROUP of the tile, head r % GROUP.
 
-    WORDS: keys and values are int32 words of four codes, their strides in words.
+    WORDS: keys and values are words of four codes, int32, or int16 of an int4 cache (KIND 3), and their strides in words. Q:
+    dimensions that share a step in an int4 cache.
     """
     EACH: tl.constexpr = 4 if WORDS else 1
     s, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -223,14 +292,19 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             slot = block * BLOCK + j % BLOCK
             where = slot[:, None] * slot_stride + g * head_stride + d[None, :]
             inside = (j[:, None] < end) & (d[None, :] < D // EACH)
-            k = tl.load(keys_ptr + where, inside, 0)
+            # strides that are known when compiling tell how far a row is aligned
+            line = (slot * (HEADS // GROUP) + g) * (D // 4 + 2 * (D // Q))
             if WORDS:
-                k, k1, k2, k3 = _places(k, KIND, q)
-                scores = dot(q1, k1.T, dot(q, k.T, tl.zeros([BM, BN], tl.float32)))
-                scores = dot(q3, k3.T, dot(q2, k2.T, scores)) * factor
+                if KIND == 3:
+                    k, k1, k2, k3 = _nibbles(keys_ptr + line, j < end, D, Q, DP, q)
+                else:
+                    k, k1, k2, k3 = _places(tl.load(keys_ptr + where, inside, 0), KIND, q)
+                scores = dot(q1, k1.T, dot(q, k.T, tl.zeros([BM, BN], tl.float32), "tf32x3"), "tf32x3")
+                scores = dot(q3, k3.T, dot(q2, k2.T, scores, "tf32x3"), "tf32x3") * factor
             else:
+                k = tl.load(keys_ptr + where, inside, 0)
                 scores = dot(q, _operand(k, KIND, HARD, q).T, tl.zeros([BM, BN], tl.float32), "tf32x3") * factor
-            if KIND != 0:
+            if KIND == 1 or KIND == 2:
                 scores *= tl.load(key_scale_ptr + slot * scale_slot + g, j < end, 0.0)[None, :]
             own = j[None, :] - before
             if TREE:
@@ -251,16 +325,18 @@ def _attend(q_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, starts_
             p = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(p, 1)
-            if KIND != 0:
+            if KIND == 1 or KIND == 2:
                 p *= tl.load(value_scale_ptr + slot * scale_slot + g, j < end, 0.0)[None, :]
-            v = tl.load(values_ptr + where, inside, 0)
             if WORDS:
                 p = p.to(q.dtype)
-                v, v1, v2, v3 = _places(v, KIND, q)
-                acc, acc1 = dot(p, v, acc * shrink[:, None]), dot(p, v1, acc1 * shrink[:, None])
-                acc2, acc3 = dot(p, v2, acc2 * shrink[:, None]), dot(p, v3, acc3 * shrink[:, None])
+                if KIND == 3:
+                    v, v1, v2, v3 = _nibbles(values_ptr + line, j < end, D, Q, DP, q)
+                else:
+                    v, v1, v2, v3 = _places(tl.load(values_ptr + where, inside, 0), KIND, q)
+                acc, acc1 = dot(p, v, acc * shrink[:, None], "tf32x3"), dot(p, v1, acc1 * shrink[:, None], "tf32x3")
+                acc2, acc3 = dot(p, v2, acc2 * shrink[:, None], "tf32x3"), dot(p, v3, acc3 * shrink[:, None], "tf32x3")
             else:
-                v = _operand(v, KIND, HARD, q)
+                v = _operand(tl.load(values_ptr + where, inside, 0), KIND, HARD, q)
                 acc = dot(p.to(v.dtype), v, acc * shrink[:, None], "tf32x3")
             top = bigger
         if WORDS:  # the places side by side: dimension 4 e + place
@@ -291,7 +367,7 @@ def _merge(part_ptr, top_ptr, sum_ptr, out_ptr, size, parts, PARTS: tl.constexpr
     tl.store(out_ptr + at * D + d, (acc / total).to(out_ptr.dtype.element_ty), d < D)
 
 
-_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -302,6 +378,12 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: Cache
     """As `karui.kernels.paged_attention.write_kv`."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     tokens, heads, width = k.shape
+    if cache.packed is not None:
+        group = cache.packed[1]
+        for x, to in ((k, cache.keys), (v, cache.values)) if tokens else ():
+            _write4[(tokens, heads)](x, slots, to, to.view(torch.float16), x.stride(0), x.stride(1), to.stride(0), to.stride(1),
+                                     D=width, Q=group, GP=triton.next_power_of_2(width // group), num_warps=1)  # fmt: skip
+        return
     keys, values = _bytes(cache.keys), _bytes(cache.values)
     key_scale, value_scale = (keys, values) if cache.key_scale is None else (cache.key_scale, cache.value_scale)
     assert value_scale is not None
@@ -316,8 +398,12 @@ def enter(qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, s
           norms: tuple[torch.Tensor, ...] | None, eps: float) -> torch.Tensor:  # fmt: skip
     """As `karui.kernels.paged_attention.enter`."""
     qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
-    kv_heads, width = cache.keys.shape[1:]
+    kv_heads, width = cache.keys.shape[1], cache.head_dim
     q = torch.empty(len(qkv), heads, width, dtype=qkv.dtype, device=qkv.device)
+    int4 = cache if cache.packed is not None else None
+    if int4 is not None:  # a step and a min need both halves of a head: keys and values go through memory once more
+        k, v = (torch.empty(len(qkv), kv_heads, width, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
+        cache = Cache(k, v)
     keys, values = _bytes(cache.keys), _bytes(cache.values)
     key_scale, value_scale = (keys, values) if cache.key_scale is None else (cache.key_scale, cache.value_scale)
     assert value_scale is not None
@@ -326,8 +412,10 @@ def enter(qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, s
         _enter[(len(qkv), heads + 2 * kv_heads)](
             qkv, q_norm, k_norm, cos.contiguous(), sin.contiguous(), slots, q, keys, values, key_scale, value_scale,
             qkv.stride(0), keys.stride(0), keys.stride(1), key_scale.stride(0), eps, A=heads, G=kv_heads, NORM=norms is not None,
-            KIND=_KINDS.get(cache.keys.dtype, 0), HALF=width // 2, HP=triton.next_power_of_2(width // 2),
-            num_warps=1)  # fmt: skip
+            KIND=_KINDS.get(cache.keys.dtype, 0), APART=int4 is not None, HALF=width // 2,
+            HP=triton.next_power_of_2(width // 2), num_warps=1)  # fmt: skip
+    if int4 is not None:
+        write_kv(cache.keys, cache.values, slots, int4)
     return q
 
 
@@ -348,7 +436,7 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
     kv_heads = cache.keys.shape[1]
     group = heads // kv_heads
     # few rows: one tile holds them all; many: tiles of rows-times-heads that leave room for keys and values in shared memory
-    padded = triton.next_power_of_2(width)
+    padded = max(triton.next_power_of_2(width), 16 if cache.packed is None else 64)
     most, bn, stages = _tiles(padded, q.dtype == torch.float32)
     rows = plan.max_rows if plan.max_rows * group <= most else min(plan.max_rows, max(1, min(most, 64) // group))
     bm = max(16, triton.next_power_of_2(rows * group))
@@ -360,21 +448,33 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
     top, total = (torch.empty(parts, tokens, heads, device=q.device) if parts > 1 else partial for _ in range(2))
     kind, on_gpu = _KINDS.get(cache.keys.dtype, 0), q.device.type == "cuda"
     words = kind > 0 and bm <= _FEW and padded >= 64 and width % 4 == 0 and (q.dtype == torch.bfloat16 or not on_gpu)
-    keys, values = (x.view(torch.int32) if words else _bytes(x) for x in (cache.keys, cache.values))
+    wider = 1 if words else 0  # more keys of a step: a row takes half of the bytes
+    if kind == 3:
+        words, wider = True, 0
+        assert cache.keys.is_contiguous() and cache.values.is_contiguous(), "rows of an int4 cache lie one after the other"
+    as_words = torch.int16 if kind == 3 else torch.int32
+    keys, values = (x.view(as_words) if words else _bytes(x) for x in (cache.keys, cache.values))
     key_scale, value_scale = (keys, values) if cache.key_scale is None else (cache.key_scale, cache.value_scale)
     _attend[(sequences * tiles, kv_heads, parts)](
         q, keys, values, key_scale, value_scale, plan.query_starts, plan.contexts, plan.block_tables,
         plan.query_starts if plan.tree is None else plan.tree,
         plan.query_starts if plan.positions is None else plan.positions, partial, top, total, tokens, q.stride(0), q.stride(1),
-        keys.stride(0), keys.stride(1), key_scale.stride(0), plan.block_tables.stride(0), scaling * _LOG2E, window or 0, rows,
+        keys.stride(0), keys.stride(1), key_scale.stride(0), plan.block_tables.stride(0), scaling * LOG2E, window or 0, rows,
         tiles, parts, BLOCK=plan.block_size, GROUP=group, HEADS=heads, KIND=kind,
         HARD=kind == 2 and on_gpu and capability(q.device) >= 89, TREE=plan.tree is not None, WINDOW=window is not None,
-        POSITIONS=window is not None and plan.positions is not None, SPLIT=parts > 1, WORDS=words, D=width, DP=padded,
-        BM=bm, BN=bn << words if on_gpu else 16, num_warps=4, num_stages=stages)  # fmt: skip
+        POSITIONS=window is not None and plan.positions is not None, SPLIT=parts > 1, WORDS=words,
+        Q=4 if cache.packed is None else cache.packed[1], D=width, DP=padded, BM=bm, BN=bn << wider if on_gpu else 16,
+        num_warps=4, num_stages=stages)  # fmt: skip
     if parts > 1:
-        _merge[(tokens * heads,)](partial, top, total, out, tokens * heads, parts, PARTS=triton.next_power_of_2(parts), D=width,
-                                  DP=padded, num_warps=4)  # fmt: skip
+        merge_parts(partial, top, total, out)
     return out
+
+
+def merge_parts(partial: torch.Tensor, top: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> None:
+    """out [T, H, D] of the parts' sums [parts, T, H, D], largest scores and sums of weights [parts, T, H]."""
+    (parts, tokens, heads), width = top.shape, out.shape[-1]
+    _merge[(tokens * heads,)](partial, top, total, out, tokens * heads, parts, PARTS=triton.next_power_of_2(parts), D=width,
+                              DP=triton.next_power_of_2(width), num_warps=4)  # fmt: skip
 
 
 _FEW = 32  # rows-times-heads of a tile that reads codes as words: below what Hopper's products of four warps take
@@ -403,7 +503,9 @@ def offline_cases() -> list[Case]:
         ("decode bf16", 0, "*bf16", 1, False, True), ("decode int8", 1, "*i32", 1, False, True),
         ("decode fp8", 2, "*i32", 1, False, True), ("verify 8 rows fp8", 2, "*i32", 8, True, True),
         ("decode int8, heads of 64", 1, "*i32", 1, False, True), ("decode fp8, heads of 256", 2, "*i32", 4, False, True),
-        ("prefill int8", 1, "*i8", 16, False, False), ("verify 16 rows", 0, "*bf16", 16, True, True),
+        ("prefill int8", 1, "*i8", 16, False, False), ("decode int4", 3, "*i16", 1, False, True),
+        ("prefill int4", 3, "*i16", 16, False, False), ("widest tile int4", 3, "*i16", 32, False, False),
+        ("int4, heads of 256", 3, "*i16", 16, False, False), ("verify 16 rows", 0, "*bf16", 16, True, True),
         ("prefill", 0, "*bf16", 16, False, False), ("widest tile", 2, "*u8", 32, False, False),
         ("heads of 256", 2, "*u8", 16, False, False), ("fp32", 0, "*fp32", 8, False, False),
         ("fp32, heads of 256", 0, "*fp32", 4, False, False),
@@ -411,11 +513,11 @@ def offline_cases() -> list[Case]:
         query, width = "*fp32" if "fp32" in name else "*bf16", 256 if "256" in name else 64 if "64" in name else 128
         _, bn, stages = _tiles(width, query == "*fp32")
         types = base | {"q_ptr": query, "keys_ptr": dtype, "values_ptr": dtype} | ({} if split else {"out_ptr": query})
-        words = dtype == "*i32"
+        words = dtype in ("*i32", "*i16")
         for hard in (False, True) if kind == 2 and not words else (False,):
             constants = {"BLOCK": 16, "GROUP": 4, "HEADS": 32, "KIND": kind, "HARD": hard, "TREE": tree, "WINDOW": False,
-                         "POSITIONS": False, "SPLIT": split, "WORDS": words, "D": width, "DP": width, "BM": max(16, 4 * rows),
-                         "BN": bn << words}  # fmt: skip
+                         "POSITIONS": False, "SPLIT": split, "WORDS": words, "Q": 32, "D": width, "DP": width,
+                         "BM": max(16, 4 * rows), "BN": bn << (dtype == "*i32")}  # fmt: skip
             at = {cc: p for cc, p in (bf16 if query == "*bf16" else tf32).items() if kind != 2 or words or (cc >= 89) == hard}
             quick = (90,) if name in ("decode int8", "decode fp8", "verify 16 rows") else ()
             cases.append(Case(f"paged_attention {name}{' by the chip' if hard else ''}", _attend, types, constants, at, 4, stages,
@@ -429,10 +531,14 @@ def offline_cases() -> list[Case]:
              **strides}  # fmt: skip
     cases.append(Case("paged_attention write fp8", _write, write, {"KIND": 2, "D": 128, "DP": 128},
                       {cc: r"st\.global" for cc in WIDE_LOADS}, 1, 1, ("scale_slot",)))  # fmt: skip
+    write4 = {"x_ptr": "*bf16", "slots_ptr": "*i32", "bytes_ptr": "*u8", "halves_ptr": "*fp16",
+              **{n: "i32" for n in ("x_token", "x_head", "slot_stride", "head_stride")}}  # fmt: skip
+    cases.append(Case("paged_attention write int4", _write4, write4, {"D": 128, "Q": 32, "GP": 4},
+                      {cc: r"st\.global" for cc in WIDE_LOADS}, 1, 1))  # fmt: skip
     entering = {**caches, **{f"{n}_ptr": "*bf16" for n in ("qkv", "q_norm", "k_norm", "q")}, "cos_ptr": "*fp32",
                 "sin_ptr": "*fp32", "qkv_token": "i32", "eps": "fp32", **strides}  # fmt: skip
     for name, kind, dtype in (("bf16", 0, "*bf16"), ("int8", 1, "*i8"), ("fp8", 2, "*u8")):
         cases.append(Case(f"paged_attention enter {name}", _enter, entering | {"keys_ptr": dtype, "values_ptr": dtype},
-                          {"A": 32, "G": 8, "NORM": kind < 2, "KIND": kind, "HALF": 64, "HP": 64}, dict(WIDE_LOADS), 1, 3,
-                          ("scale_slot",), (90,) if kind == 2 else ()))  # fmt: skip
+                          {"A": 32, "G": 8, "NORM": kind < 2, "KIND": kind, "APART": False, "HALF": 64, "HP": 64},
+                          dict(WIDE_LOADS), 1, 3, ("scale_slot",), (90,) if kind == 2 else ()))  # fmt: skip
     return cases

@@ -37,6 +37,7 @@ MODULES: tuple[str, ...] = (
     "karui.kernels.lora.triton",
     "karui.kernels.lora_rows.triton",
     "karui.kernels.pack.triton",
+    "karui.kernels.paged_attention.kivi",
     "karui.kernels.paged_attention.triton",
     "karui.kernels.rms_norm.triton",
     "karui.kernels.rope.triton",

@@ -15,6 +15,7 @@ from karui.inference.engine import Engine
 from karui.inference.models.decoder import LoraWeights, TorchRunner
 from karui.inference.requests import Request, SamplingParams
 from karui.kernels.quantize import quantize
+from tests.inference.test_decoder import batch_of
 from tests.kernels.triton import pretend
 from tests.kernels.triton.test_dispatch import gpu  # noqa: F401 (a fixture)
 from tests.kernels.triton.test_runner import CONFIG, on_grid, weights, with_experts
@@ -73,6 +74,20 @@ def test_recorded_steps(case, graphs):
         same(fast, plain, batch)
     assert len(graphs) == 2  # of four sequences, the fourth padded, and of one
     assert len({id(g.pool()) for g in graphs}) == 1
+
+
+def test_recorded_steps_over_codes_of_whole_blocks(graphs):
+    """A block that is filled within replays, rows of padding, pages that change from step to step."""
+    from karui.inference.models.gpu import TritonRunner
+
+    fast, plain = (kind(CONFIG, weights(CONFIG), "cuda", torch.float16) for kind in (TritonRunner, TorchRunner))
+    tables = [2, 0], [1, 3], [4, 5]
+    for runner in (fast, plain):
+        runner.allocate(6, 32, "kivi4", 6)
+    for first in ((0, 31, 31), (31, 1, 1), (32, 1, 1)):
+        at, rows = first[0], first[1]
+        same(fast, plain, dataclasses.replace(batch_of(*[([at % 29] * rows, at, table) for table in tables], block_size=32), want_hidden=True))
+    assert len(graphs) == 1 and fast._kv.keys[:, [1, 2, 4]].any((2, 3, 4)).all()
 
 
 def test_new_weights_and_new_blocks_are_recorded_anew(graphs):

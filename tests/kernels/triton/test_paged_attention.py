@@ -3,16 +3,23 @@
 fp8 is encoded and decoded in integers (`codecs`), so the interpreter's fp8 casts play no role.
 """
 
+import math
+
 import pytest
 import torch
 
 from karui.configs.errors import KaruiError
-from karui.kernels.paged_attention import Cache, Plan, enter, paged_attention, tree_words, write_kv
+from karui.inference.cache import affine
+from karui.kernels.paged_attention import Cache, Plan, enter, paged_attention, row_bytes, tree_words, write_kv
 
 BLOCK, SLOTS = 8, 160
 
 
 def make_cache(dtype, kv_heads, width, device):
+    if dtype == torch.uint8:
+        packed = width, math.gcd(width, 32)
+        rows = (torch.zeros(SLOTS, kv_heads, row_bytes(*packed), dtype=dtype, device=device) for _ in range(2))
+        return Cache(*rows, packed=packed)
     scaled = dtype in (torch.int8, torch.float8_e4m3fn)
     keys, values = (torch.zeros(SLOTS, kv_heads, width, device=device).to(dtype) for _ in range(2))
     scales = (torch.zeros(SLOTS, kv_heads, device=device) for _ in range(2)) if scaled else (None, None)
@@ -32,7 +39,7 @@ def make_plan(rows, contexts, device, rng, tree=None, positions=None):
 
 
 def filled(cache, device, rng):
-    g, d = cache.keys.shape[1:]
+    g, d = cache.keys.shape[1], cache.head_dim
     k, v = (torch.randn(SLOTS, g, d, generator=rng, device=device) for _ in range(2))
     write_kv(k, v, torch.arange(SLOTS, device=device, dtype=torch.int32), cache, "torch")
     return cache
@@ -55,6 +62,29 @@ def test_decode(dtype, device, rng):
     q = torch.randn(2, 6, 24, generator=rng, device=device)
     exact = device.type == "cpu"  # in the interpreter fp32 queries make the comparison sharp
     compare(q if exact else q.bfloat16(), cache, plan, bound=1e-5 if exact else 2e-2)
+
+
+@pytest.mark.parametrize("width", [24, 64, 96])
+def test_int4(width, device, rng):
+    """The bytes of the torch runner's store, and attention over them: split keys, a window, a tree, rows beside a prefill."""
+    k, v = (torch.randn(4, 3, width, generator=rng, device=device).transpose(0, 1) * 10**torch.randn(3, 4, 1, device=device) for _ in range(2))
+    k[0, 0], k[0, 1, 3] = 0.25, 1e6  # a group without a step, and a value beyond fp16
+    slots = torch.tensor([5, -1, 150], dtype=torch.int32, device=device)
+    caches = {backend: make_cache(torch.uint8, 4, width, device) for backend in ("triton", "torch")}
+    for backend, cache in caches.items():
+        write_kv(k, v, slots, cache, backend)
+        for x, to in ((k, cache.keys), (v, cache.values)):
+            assert torch.equal(to[[5, 150]], affine.encode(x[[0, 2]], 4, cache.packed[1])), backend
+            assert not to[[0, 149, 151]].any()
+    cache = filled(make_cache(torch.uint8, 2, width, device), device, rng)
+    exact = device.type == "cpu"
+    q = torch.randn(37, 6, width, generator=rng, device=device)
+    q, bound = (q, 1e-5) if exact else (q.bfloat16(), 2e-2)
+    compare(q[:3], cache, make_plan([1, 1, 1], [1, 53, 16], device, rng), bound=bound)
+    compare(q[:3], cache, make_plan([1, 1, 1], [1, 53, 16], device, rng), window=9, bound=bound)
+    words = tree_words([torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])], [3]).to(device)
+    compare(q[:3], cache, make_plan([3], [29], device, rng, words), bound=bound)
+    compare(q[:36], cache, make_plan([35, 1], [35, 21], device, rng), parts=(1,), bound=bound)
 
 
 @pytest.mark.parametrize("width", [64, 76])
@@ -131,8 +161,23 @@ def test_words_and_refusals(device):
     plan = Plan(*(torch.zeros(2, dtype=torch.int32),) * 2, torch.zeros(1, 1, dtype=torch.int32), BLOCK, 1)
     with pytest.raises(KaruiError, match="no multiple"):
         paged_attention(torch.zeros(1, 3, 8), cache, plan, 1.0)
+    with pytest.raises(KaruiError, match="say their head dimension"):
+        write_kv(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.zeros(1), Cache(*[torch.zeros(4, 2, 8, dtype=torch.uint8)] * 2))
+    with pytest.raises(KaruiError, match="groups of 4: groups are powers of two"):
+        row_bytes(12, 4)
     with pytest.raises(KaruiError, match="need scales"):
         write_kv(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.zeros(1), Cache(*[torch.zeros(4, 2, 8, dtype=torch.int8)] * 2))
+
+
+def test_entering_an_int4_cache(device, rng):
+    qkv = torch.randn(3, (6 + 2 * 2) * 64, generator=rng, device=device).half()
+    angle = torch.rand(3, 32, generator=rng, device=device) * 6
+    slots = torch.tensor([5, -1, 150], dtype=torch.int32, device=device)
+    plain, int4 = make_cache(torch.float16, 2, 64, device), make_cache(torch.uint8, 2, 64, device)
+    q, same = (enter(qkv, 6, angle.cos(), angle.sin(), slots, cache, None, 0.0, "triton") for cache in (plain, int4))
+    assert torch.equal(q, same) and not int4.keys[[0, 149, 151]].any()
+    for x, to in ((plain.keys, int4.keys), (plain.values, int4.values)):
+        assert torch.equal(to[[5, 150]], affine.encode(x[[5, 150]], 4, 32)) and to[5].any()
 
 
 @pytest.mark.parametrize("norms", [True, False])

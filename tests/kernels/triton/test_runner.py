@@ -12,6 +12,7 @@ from karui.inference.models.config import Mixture, ModelConfig
 from karui.inference.models.decoder import LoraWeights, TorchRunner
 from karui.inference.models.weights import expected_shapes
 from karui.kernels.quantize import quantize
+from tests.inference.test_decoder import batch_of
 
 CONFIG = ModelConfig(model_type="qwen3", vocab_size=29, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
                      head_dim=8, norm_eps=1e-5, rope_theta=1e4, max_context=64, tied=True, qk_norm=True)  # fmt: skip
@@ -147,12 +148,42 @@ def test_an_adapter_of_experts_or_their_router_is_refused(device):
             runner.set_adapter(0, {f"model.layers.0.{module}": LoraWeights(torch.ones(1, 32), torch.ones(5, 1), 1.0)})
 
 
-@pytest.mark.parametrize(("spec", "kv_dtype"), [("fp8", "fp8"), ("nvfp4", "float16"), ("w8a8", "int8"), ("w1.58a8", "float32")])
+@pytest.mark.parametrize(("spec", "kv_dtype"), [("fp8", "fp8"), ("nvfp4", "float16"), ("w8a8", "int8"), ("w1.58a8", "float32"), ("w4g32", "int4")])
 def test_grids_and_caches(spec, kv_dtype, device):
     fast, plain = compare(CONFIG, on_grid(spec), kv_dtype, device=device)
     assert fast._packed and not fast.supports_partial_weights
     for module in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"):
         assert torch.equal(fast.dense_weight(module), plain.dense_weight(module))
+
+
+@pytest.mark.parametrize("kv_dtype", ["kivi4", "kivi2"])
+def test_codes_of_whole_blocks(kv_dtype, device):
+    """Steps that fill blocks, through the engine's calls: pages come back, forks copy them, prefixes are read; trees are refused."""
+    from karui.inference.models.gpu import TritonRunner
+
+    exact, ids = device.type == "cpu", torch.randint(0, 29, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+    dtype = torch.float32 if exact else torch.bfloat16
+    fast, plain = (kind(CONFIG, weights(CONFIG), device, dtype) for kind in (TritonRunner, TorchRunner))
+    steps = [((ids[:40], 0, [3, 0]), (ids[:30], 0, [2, 4])), ((ids[40:41], 40, [3, 0]), (ids[30:34], 30, [2, 4])),
+             ((ids[41:42], 41, [3, 0]), (ids[34:35], 34, [2, 4]))]
+    for runner in (fast, plain):
+        runner.allocate(6, 32, kv_dtype, 4)
+    assert fast.kv_bytes_per_token(kv_dtype) == plain.kv_bytes_per_token(kv_dtype)
+    for step in steps:
+        batch = batch_of(*step, block_size=32)
+        got, want = fast.forward(batch).logits, plain.forward(batch).logits
+        assert (got - want).abs().max() <= (1e-3 if exact else 6e-2) * want.abs().max()
+        for runner in (fast, plain):
+            runner.settle([3] if step is steps[0] else [2])
+    for runner in (fast, plain):
+        runner.copy_slots(torch.arange(0, 10), torch.arange(160, 170))  # block 0, a fork's last one, to block 5
+        assert runner._kv.num_free_pages == 1
+    fork = batch_of((ids[42:43], 42, [3, 5]), block_size=32)
+    got, want = fast.forward(fork).logits, plain.forward(fork).logits
+    assert (got - want).abs().max() <= (1e-3 if exact else 6e-2) * want.abs().max()
+    assert torch.equal(fast.read_slots(torch.arange(96, 128))[0], plain.read_slots(torch.arange(96, 128))[0]) or not exact
+    with pytest.raises(UnsupportedError, match="only chains"):
+        fast.forward(dataclasses.replace(fork, tree_masks=[torch.ones(1, 1, dtype=torch.bool)]))
 
 
 @pytest.mark.parametrize(("spec", "packs"), [("w8", True), ("nvfp4", True), ("w3g32", False)])
