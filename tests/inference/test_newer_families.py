@@ -246,7 +246,7 @@ def test_what_other_runners_lack():
 def test_what_runs_natively(case):
     """Llamas with biases, and with RoPE of other pairs, whose rows of q and k are reordered: transformers' logits; codes, adapters."""
     native = pytest.importorskip("karui.inference.models.native")
-    model, config, weights = made(case, hidden_size=64)
+    model, config, weights = made(case, hidden_size=64, num_attention_heads=8)
     assert_ragged_batch_is_right(native.NativeRunner(config, weights, threads=1, activation_bits=16), model)
     ids = torch.randint(0, 199, (30,)).tolist()
     held = dict(TorchRunner(config, weights)._weights)
@@ -255,7 +255,7 @@ def test_what_runs_natively(case):
         runners = (native.NativeRunner(config, coded, threads=1, activation_bits=16), TorchRunner(config, coded))
         adapters = {f"model.layers.{i}.self_attn.{x}_proj": LoraWeights(
             torch.randn(3, 64) * 0.1, torch.randn(out, 3) * 0.1, 1.5, torch.rand(out) + 0.5)
-            for i in range(2) for x, out in (("q", 48), ("k", 16), ("v", 16))}
+            for i in range(2) for x, out in (("q", 64), ("k", 16), ("v", 16))}
         for runner in runners:
             runner.set_adapter(0, adapters)
         got, want = (torch.stack([logits_of(runner, ids), logits_of(runner, ids, adapter=0)]) for runner in runners)
