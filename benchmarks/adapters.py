@@ -108,11 +108,12 @@ def steps(quick: bool) -> list[Figure]:
 LORA = {"method": "lora", "rank": 16, "alpha": 32}
 QLORA = {**LORA, "method": "qlora"}
 LEARNING: dict[str, tuple[dict[str, Any] | None, tuple[float, ...]]] = {  # a prepare step, and the rates it is tried at
-    "LoRA": (LORA, (5e-4, 1e-3, 2e-3)),
+    "LoRA": (LORA, (2e-4, 5e-4, 1e-3, 2e-3)),
     "LoRA+": ({**LORA, "lr_ratio": 16}, (1e-4, 5e-4)),
+    "LoRA+ ratio 4": ({**LORA, "lr_ratio": 4}, (5e-4,)),
     "LoRA r64": ({**LORA, "rank": 64, "alpha": 16}, (2e-4, 1e-3)),
     "rsLoRA r64": ({**LORA, "rank": 64, "alpha": 16, "rslora": True}, (2e-4, 1e-3)),
-    "PiSSA": ({**LORA, "alpha": 16, "init": "pissa"}, (5e-4, 1e-3)),
+    "PiSSA": ({**LORA, "alpha": 16, "init": "pissa"}, (2e-4, 5e-4, 1e-3)),
     "OLoRA": ({**LORA, "alpha": 16, "init": "olora"}, (5e-4,)),
     "EVA": ({**LORA, "init": "eva"}, (1e-3,)),
     "LoRA r4": ({**LORA, "rank": 4, "alpha": 8}, (1e-3,)),
@@ -129,10 +130,11 @@ LEARNING: dict[str, tuple[dict[str, Any] | None, tuple[float, ...]]] = {  # a pr
     "prompt": ({"method": "prompt", "tokens": 20}, (3e-2,)),
     "prefix": ({"method": "prefix", "tokens": 20}, (1e-2,)),
 }
-BETTER = [("rsLoRA r64", "LoRA r64"), ("LoRA+", "LoRA"), ("PiSSA", "LoRA"), ("OLoRA", "LoRA"), ("EVA", "LoRA"), ("DoRA r4", "LoRA r4"),
+BETTER = [("rsLoRA r64", "LoRA r64"), ("LoRA+", "LoRA"), ("LoRA+ ratio 4", "LoRA"), ("PiSSA", "LoRA"), ("OLoRA", "LoRA"), ("EVA", "LoRA"), ("DoRA r4", "LoRA r4"),
           *((f"LoftQ {g}", f"QLoRA {g}") for g in ("nf4dq", "w3g64", "w2g64"))]
 EQUAL = [("QLoRA nf4dq", "LoRA"), ("whole model", "LoRA"), ("LoRA r64", "LoRA"), ("LoRA r4", "LoRA")]
-SAME_RATE = [("rsLoRA r64", "LoRA r64", 2e-4), ("rsLoRA r64", "LoRA r64", 1e-3), ("LoRA+", "LoRA", 5e-4), ("PiSSA", "LoRA", 1e-3)]
+SAME_RATE = [("rsLoRA r64", "LoRA r64", 2e-4), ("rsLoRA r64", "LoRA r64", 1e-3), ("LoRA+", "LoRA", 5e-4), ("PiSSA", "LoRA", 2e-4), ("PiSSA", "LoRA", 5e-4),
+             ("OLoRA", "LoRA", 5e-4)]
 
 
 def learning(a: Any) -> list[Figure]:

@@ -79,15 +79,15 @@ _WHOLE = "training of all weights"
 TRAINED = {
     m.name: m
     for m in (
-        Trained(name="lsq", paper="LSQ, arXiv 1902.08153", cost=_WHOLE, lr=1e-4),
-        Trained(name="lsq_plus", paper="LSQ+, arXiv 2004.09576", cost=f"{_WHOLE}; activation ranges too", lr=1e-4),
-        Trained(name="pact", paper="PACT, arXiv 1805.06085", cost=f"{_WHOLE}; activation ranges too", lr=1e-4),
-        Trained(name="seq", paper="ParetoQ's SEQ, arXiv 2502.02631", cost=f"{_WHOLE}; w2 and w1.58 only", lr=1e-4,
+        Trained(name="lsq", paper="LSQ, arXiv 1902.08153", cost=_WHOLE, lr=3e-4),
+        Trained(name="lsq_plus", paper="LSQ+, arXiv 2004.09576", cost=f"{_WHOLE}; activation ranges too", lr=3e-4),
+        Trained(name="pact", paper="PACT, arXiv 1805.06085", cost=f"{_WHOLE}; activation ranges too", lr=3e-4),
+        Trained(name="seq", paper="ParetoQ's SEQ, arXiv 2502.02631", cost=f"{_WHOLE}; w2 and w1.58 only", lr=3e-4,
                 keeps_zeros=False),
         Trained(name="bitnet", paper="BitNet, arXiv 2310.11453", cost=f"{_WHOLE}, long; w1 only", lr=5e-4, keeps_zeros=False),
         Trained(name="bitnet_158", paper="BitNet b1.58, arXiv 2402.17764", cost=f"{_WHOLE}, long; w1.58 only", lr=5e-4),
-        Trained(name="llm_qat", paper="LLM-QAT, arXiv 2305.17888", cost=f"generation of the data, then {_WHOLE}", lr=2e-5),
-        Trained(name="qat_lora", paper="QAT with LoRA (as torchao's recipe)", cost="training of an adapter", lr=2e-4,
+        Trained(name="llm_qat", paper="LLM-QAT, arXiv 2305.17888", cost=f"generation of the data, then {_WHOLE}", lr=3e-4),
+        Trained(name="qat_lora", paper="QAT with LoRA (as torchao's recipe)", cost="training of an adapter", lr=1e-3,
                 keeps_zeros=False),
     )
 }

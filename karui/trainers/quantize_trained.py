@@ -45,7 +45,7 @@ def train_to_bundle(
         if not text.is_file():
             rows = rows_of_text(source, calibration, samples, length)
             text.write_text("".join(json.dumps({"text": tokenizer.decode(r)}) + "\n" for r in rows.tolist()), encoding="utf-8")
-        optim = {"lr": TRAINED[method].lr, "batch": 8, **{k: left.pop(k) for k in OPTIM if k in left}}
+        optim = {"lr": TRAINED[method].lr, "batch": 2, **{k: left.pop(k) for k in OPTIM if k in left}}
         step: dict[str, Any] = {"method": method, "spec": spec, "skip": list(skip), **left}
         if method == "llm_qat":
             step = {"generate": samples, "length": length, **step}
