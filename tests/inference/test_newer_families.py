@@ -22,8 +22,8 @@ from tests.inference.test_families import logits_of
 
 SCALES = dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6, logits_scaling=2.5)
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
-ROUTED = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_group=4, topk_group=2)
-LATENT = dict(ROUTED, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16)
+ROUTED = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16)
+LATENT = dict(ROUTED, n_group=4, topk_group=2, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16)
 CASES = {
     "granite": ("granite", dict(SCALES, attention_bias=True, mlp_bias=True)),
     "granite-tied": ("granite", dict(SCALES, tie_word_embeddings=True)),
@@ -49,8 +49,8 @@ CASES = {
     "glm4_moe_lite": ("glm4_moe_lite", dict(LATENT, num_key_value_heads=6, head_dim=8)),
     "solar_open": ("solar_open", dict(ROUTED, attention_bias=True)),
     "dots1": ("dots1", dict(ROUTED, n_shared_experts=1, first_k_dense_replace=1, max_window_layers=2, sliding_window=7)),
-    "exaone_moe": ("exaone_moe", dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_group=4, topk_group=2,
-                                      sliding_window=7, sliding_window_pattern=2)),
+    "exaone_moe": ("exaone_moe", dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, sliding_window=7,
+                                      sliding_window_pattern=2)),
     "cwm": ("cwm", dict(sliding_window=7)),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5-biased": ("ernie4_5", dict(use_bias=True, tie_word_embeddings=False)),
