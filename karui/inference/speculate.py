@@ -12,7 +12,7 @@ from karui.inference.requests import SamplingParams
 from karui.inference.sampling import distribution, sample
 from karui.inference.scheduler import Scheduler
 from karui.inference.scheduler import Sequence as Tokens
-from karui.inference.speculative.adaptive import Controller
+from karui.inference.speculative.adaptive import SHARE, Controller
 from karui.inference.speculative.base import Context, Draft, Observation, Proposer, Statistics
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.verify import Verdict, typical_acceptance, verify_chain, verify_tree, walk
@@ -152,7 +152,9 @@ class Speculation:
             controller.record_verified(depth, accepted, seconds)
 
     def _controller(self, sequences: int) -> Controller:
-        return self._controllers.setdefault(1 << (sequences - 1).bit_length(), Controller())
+        # Native look-ups cost nothing and rounds weigh each by itself, so resting saves little there.
+        share = 0.1 if self.native is not None and self.config.method == "ngram" else SHARE
+        return self._controllers.setdefault(1 << (sequences - 1).bit_length(), Controller(share=share))
 
 
 def rows_of(verdict: Verdict) -> list[int]:

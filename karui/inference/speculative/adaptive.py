@@ -3,7 +3,8 @@
 A verification of k drafted tokens emits E = (1 - a^(k+1)) / (1 - a) tokens on average when each is accepted with probability a
 (Leviathan et al., arXiv 2211.17192, equation 1) and costs 1 + k c plain steps. Here c is measured: it holds the drafting *and*
 the dearer forward over k + 1 rows, which on a compute-bound machine is the larger part. Speculation pays while E / (1 + k c) > 1.
-What it lost when it is switched off decides how long it stays off, so that a method that never pays costs `SHARE` of the time.
+It is switched off once it has lost `budget` plain steps since it last was even, which tells bad luck from a bad method (a CUSUM
+test; Page, 1954), and stays off until that loss is `share` of the time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 SHARE = 0.02
-"""Of the time, what trying again may lose."""
 TIMES = 16
 
 
@@ -40,22 +40,21 @@ class Controller:
     steps many times as long.
 
     Args:
-        memory: weight kept of the past per measurement.
-        warmup: verifications before the first verdict; fewer where two have lost more than `warmup` plain steps already.
-        probe_every: plain steps after which a switched-off controller tries `warmup` verifications again; doubles each time
-            a probe fails, up to 16 times, and is at least what was lost divided by `SHARE`.
+        memory: weight kept of the past per measurement of acceptance and depth.
+        budget: plain steps that may be lost before it is switched off.
+        share: of the time, what a loss is once it is tried again.
+        plain_first: plain steps that are timed before the first draft.
     """
 
-    def __init__(self, memory: float = 0.9, warmup: int = 8, probe_every: int = 64) -> None:
-        self.memory, self.warmup, self.probe_every = memory, warmup, probe_every
+    def __init__(self, memory: float = 0.9, budget: float = 8.0, share: float = SHARE, plain_first: int = 4) -> None:
+        self.memory, self.budget, self.share, self.plain_first = memory, budget, share, plain_first
         self.on = True
         self.accepted = self.tested = self.depth = 0.0
         self.plain_s: float | None = None
         self.spec_s: float | None = None
         self._plain, self._spec = deque[float](maxlen=TIMES), deque[float](maxlen=TIMES)
-        self.seen = self.waited = 0
-        self.patience = probe_every
-        self.fastest, self.gained = math.inf, 0  # since it was switched on: quickest verification, and tokens of all
+        self.seen = self.gained = 0  # verifications and tokens of theirs since it was even
+        self.waited = self.patience = 0
 
     @property
     def acceptance(self) -> float:
@@ -75,8 +74,8 @@ class Controller:
 
     @property
     def lost(self) -> float:
-        """Plain steps lost by verifying since it was switched on (below 0: gained), by the quickest, as others were disturbed."""
-        return self.seen * self.fastest / self.plain_s - self.gained if self.plain_s and self.seen else 0.0
+        """Plain steps that verifying took beyond the tokens that it emitted, since it was even."""
+        return self.seen * self.spec_s / self.plain_s - self.gained if self.plain_s and self.spec_s else 0.0
 
     @property
     def resting(self) -> int:
@@ -86,9 +85,9 @@ class Controller:
     def should_draft(self) -> bool:
         """Whether the coming step may speculate."""
         if not self.on and self.waited >= self.patience:
-            self.on, self.seen, self.waited, self.fastest, self.gained = True, 0, 0, math.inf, 0
-        # A verdict needs the cost of a plain step: without one yet, the first steps run plain.
-        return self.on and self.plain_s is not None
+            self.on, self.seen, self.gained = True, 0, 0
+        # A verdict needs the cost of a plain step.
+        return self.on and len(self._plain) >= self.plain_first
 
     def record_plain(self, seconds: float) -> None:
         """A step without drafts took `seconds`."""
@@ -101,16 +100,13 @@ class Controller:
         """A verification of a draft `depth` deep accepted `accepted` tokens; the step, drafting included, took `seconds`."""
         self.accepted = self.memory * self.accepted + accepted
         self.tested = self.memory * self.tested + accepted + (accepted < depth)
-        self.depth = float(depth) if self.depth <= 0 else self._mean(self.depth, depth)
+        self.depth = float(depth) if self.depth <= 0 else self.memory * self.depth + (1.0 - self.memory) * depth
         self._spec.append(seconds)
         self.spec_s = statistics.median_low(self._spec)
-        self.seen += 1
-        self.fastest, self.gained = min(self.fastest, seconds), self.gained + accepted + 1
-        if self.speedup < 1.0 if self.seen >= self.warmup else self.seen > 1 and self.lost > self.warmup:
-            patience = min(self.patience * 2, 16 * self.probe_every) if self.seen <= self.warmup else self.probe_every
-            self.on, self.waited, self.patience = False, 0, max(patience, math.ceil(self.lost / SHARE))
+        self.seen, self.gained = self.seen + 1, self.gained + accepted + 1
+        if self.lost < 0:
+            self.seen = self.gained = 0
+        elif self.seen > 1 and self.lost > self.budget:  # a single one may have been disturbed
+            self.on, self.waited, self.patience = False, 0, math.ceil(self.lost / self.share)
             logger.info("speculation off: acceptance %.2f, depth %.1f, cost %.2f per token give %.2fx; next try in %d steps",
                         self.acceptance, self.depth, self.cost, self.speedup, self.patience)
-
-    def _mean(self, old: float, new: float) -> float:
-        return self.memory * old + (1.0 - self.memory) * new

@@ -33,10 +33,10 @@ class RowCosts {
 public:
     void saw(int rows, double seconds) {
         if (rows > kRows) return;
-        // A disturbed step raises it by a tenth, the next quiet one takes that back. What a bad moment made look dear is forgotten in time:
-        // else it would never be tried again.
-        for (double& s : seen_) s *= 0.995;
-        seen_[rows] = std::min(seconds, 1.1 * of(rows));
+        // A disturbed step raises it by three tenths, the next quiet one takes that back; the first may be far off the guess. What a bad
+        // moment made look dear is forgotten in time: else it would never be tried again.
+        for (double& s : seen_) s *= 0.998;
+        seen_[rows] = std::min(seconds, (seen_[rows] ? 1.3 : 3.0) * of(rows));
     }
     double of(int rows) const {
         int known = std::min(rows, kRows);
