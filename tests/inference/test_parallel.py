@@ -21,14 +21,16 @@ CASES = {
     "llama": ("llama", None, RUNNERS), "w4g8": ("llama", "w4g8", RUNNERS), "per row": ("llama", "w8", RUNNERS),
     "groups that a cut goes through": ("llama", "w4g16a", RUNNERS), "biases": ("qwen2", None, RUNNERS),
     "windows and head norms": ("qwen3", None, RUNNERS), "experts": ("mixtral", None, ["pipeline"]),
-    "soft caps": ("gemma2", None, RUNNERS), "latent": ("deepseek_v3", None, ["pipeline"]),
+    "soft caps": ("gemma2", None, RUNNERS), "layers without RoPE": ("smollm3", None, RUNNERS),
+    "side by side": ("cohere2", None, RUNNERS), "latent": ("deepseek_v3", None, ["pipeline"]),
     "indexer": ("deepseek_v32", None, ["pipeline"]),
 }
 
 
 def model_of(case):
     kind, spec, _ = CASES[case]
-    extra = dict(num_local_experts=4) if kind == "mixtral" else dict(sliding_window=7) if kind == "gemma2" else {}
+    extra = {"mixtral": dict(num_local_experts=4), "gemma2": dict(sliding_window=7), "cohere2": dict(sliding_window=7),
+             "smollm3": dict(no_rope_layers=[1, 0, 0], pad_token_id=0)}.get(kind, {})
     if kind.startswith("deepseek"):
         extra = {**latent.SIZES, **latent.DSA}
     _, config, weights = tiny(kind, **extra)
