@@ -191,13 +191,14 @@ def kivi_attention(q: torch.Tensor, cache: KiviCache, plan: Plan, page_rows: tor
     kv_heads, block = cache.keys.shape[1], cache.block_size
     group, padded = heads // kv_heads, max(64, triton.next_power_of_2(width))
     single = q.dtype == torch.float32
-    # few rows: a product of 16 columns, a quarter of a step's keys, does not fill four warps
+    # few rows: products of 16 columns, a quarter of a step's keys, which more than one warp would share by doing it all
     most = 64 if padded * (4 if single else 2) <= 256 else 32 if not single else 16
     rows = block if min(plan.max_rows, block) * group <= most else max(1, min(most // group, block))
     bm = max(16, triton.next_power_of_2(min(plan.max_rows, rows) * group))
     sequences = plan.contexts.shape[0]
     tiles = ((plan.max_rows + block - 2) // block + 1) * triton.cdiv(block, rows)
-    parts = parts or num_parts(sequences, tiles, kv_heads, plan.block_tables.shape[1] * block, q.device)
+    warps = 1 if bm <= 16 else 4
+    parts = parts or num_parts(sequences, tiles, kv_heads, plan.block_tables.shape[1] * block, q.device, warps)
     partial = torch.empty(parts, tokens, heads, width, device=q.device) if parts > 1 else out
     top, total = (torch.empty(parts, tokens, heads, device=q.device) if parts > 1 else partial for _ in range(2))
     kind = torch.int16 if cache.bits == 4 else torch.uint8
@@ -209,7 +210,7 @@ def kivi_attention(q: torch.Tensor, cache: KiviCache, plan: Plan, page_rows: tor
         pages.stride(0), pages.stride(1), plan.block_tables.stride(0),
         scaling * LOG2E, window or 0, rows, tiles, parts, BLOCK=block, GROUP=group, HEADS=heads, BITS=cache.bits, Q=cache.group,
         WINDOW=window is not None, SPLIT=parts > 1, D=width, DP=padded, BM=bm, BN=64 if block % 64 == 0 else 32,
-        num_warps=2 if bm <= 16 else 4, num_stages=2)  # fmt: skip
+        num_warps=warps, num_stages=2)  # fmt: skip
     if parts > 1:
         merge_parts(partial, top, total, out)
     return out
@@ -234,7 +235,7 @@ def offline_cases() -> list[Case]:
         types = {n: types.get(n, "i32") for n in _attend.arg_names if n.islower() or n == "T"}
         constants = {"BLOCK": 64, "GROUP": group, "HEADS": 8 * group, "BITS": bits, "Q": 32, "WINDOW": window, "SPLIT": split,
                      "D": width, "DP": width, "BM": bm, "BN": 64}  # fmt: skip
-        cases.append(Case(f"kivi {name}", _attend, types, constants, bf16, 2 if bm <= 16 else 4, 2, odd,
+        cases.append(Case(f"kivi {name}", _attend, types, constants, bf16, 1 if bm <= 16 else 4, 2, odd,
                           (90,) if name == "decode 4 bits" else ()))
         if split:
             kinds = {"slots_ptr": "*i32", "rows_ptr": "*i32", "keys_ptr": "*u8", "values_ptr": "*u8"}

@@ -419,10 +419,11 @@ def enter(qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, s
     return q
 
 
-def num_parts(sequences: int, tiles: int, kv_heads: int, max_context: int, device: torch.device) -> int:
-    """Into how many parts keys are split: enough programs for two per multiprocessor, parts of 256 keys or more, at most 32."""
+def num_parts(sequences: int, tiles: int, kv_heads: int, max_context: int, device: torch.device, warps: int = 4) -> int:
+    """Into how many parts keys are split: enough programs for eight warps per multiprocessor, parts of 256 keys or more, at most
+    32."""
     programs = sequences * tiles * kv_heads
-    return max(1, min(2 * num_processors(device) // programs, max_context // 256, 32))
+    return max(1, min(8 // warps * num_processors(device) // programs, max_context // 256, 32))
 
 
 def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, window: int | None,
@@ -442,16 +443,19 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
     bm = max(16, triton.next_power_of_2(rows * group))
     sequences, tiles = plan.contexts.shape[0], triton.cdiv(plan.max_rows, rows)
     reach = plan.block_tables.shape[1] * plan.block_size
-    parts = parts or num_parts(sequences, tiles, kv_heads, reach, q.device)
-    partial = torch.empty(parts, tokens, heads, width, device=q.device) if parts > 1 else out
-    # each from an allocation of its own: where it begins is then known to be aligned
-    top, total = (torch.empty(parts, tokens, heads, device=q.device) if parts > 1 else partial for _ in range(2))
     kind, on_gpu = _KINDS.get(cache.keys.dtype, 0), q.device.type == "cuda"
-    words = kind > 0 and bm <= _FEW and padded >= 64 and width % 4 == 0 and (q.dtype == torch.bfloat16 or not on_gpu)
+    # the products of the places are 16 columns wide with heads of 64, which more than one warp would share by doing it all
+    narrow = padded == 64 and bm <= 16
+    words = kind > 0 and bm <= _FEW and (padded > 64 or narrow) and width % 4 == 0 and (q.dtype == torch.bfloat16 or not on_gpu)
     wider = 1 if words else 0  # more keys of a step: a row takes half of the bytes
     if kind == 3:
         words, wider = True, 0
         assert cache.keys.is_contiguous() and cache.values.is_contiguous(), "rows of an int4 cache lie one after the other"
+    warps = 1 if words and narrow else 4
+    parts = parts or num_parts(sequences, tiles, kv_heads, reach, q.device, warps)
+    partial = torch.empty(parts, tokens, heads, width, device=q.device) if parts > 1 else out
+    # each from an allocation of its own: where it begins is then known to be aligned
+    top, total = (torch.empty(parts, tokens, heads, device=q.device) if parts > 1 else partial for _ in range(2))
     as_words = torch.int16 if kind == 3 else torch.int32
     keys, values = (x.view(as_words) if words else _bytes(x) for x in (cache.keys, cache.values))
     key_scale, value_scale = (keys, values) if cache.key_scale is None else (cache.key_scale, cache.value_scale)
@@ -464,7 +468,7 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
         HARD=kind == 2 and on_gpu and capability(q.device) >= 89, TREE=plan.tree is not None, WINDOW=window is not None,
         POSITIONS=window is not None and plan.positions is not None, SPLIT=parts > 1, WORDS=words,
         Q=4 if cache.packed is None else cache.packed[1], D=width, DP=padded, BM=bm, BN=bn << wider if on_gpu else 16,
-        num_warps=4, num_stages=stages)  # fmt: skip
+        num_warps=warps, num_stages=stages)  # fmt: skip
     if parts > 1:
         merge_parts(partial, top, total, out)
     return out
@@ -504,6 +508,7 @@ def offline_cases() -> list[Case]:
         ("decode fp8", 2, "*i32", 1, False, True), ("verify 8 rows fp8", 2, "*i32", 8, True, True),
         ("decode int8, heads of 64", 1, "*i32", 1, False, True), ("decode fp8, heads of 256", 2, "*i32", 4, False, True),
         ("prefill int8", 1, "*i8", 16, False, False), ("decode int4", 3, "*i16", 1, False, True),
+        ("decode int4, heads of 64", 3, "*i16", 1, False, True),
         ("prefill int4", 3, "*i16", 16, False, False), ("widest tile int4", 3, "*i16", 32, False, False),
         ("int4, heads of 256", 3, "*i16", 16, False, False), ("verify 16 rows", 0, "*bf16", 16, True, True),
         ("prefill", 0, "*bf16", 16, False, False), ("widest tile", 2, "*u8", 32, False, False),
@@ -520,8 +525,8 @@ def offline_cases() -> list[Case]:
                          "BM": max(16, 4 * rows), "BN": bn << (dtype == "*i32")}  # fmt: skip
             at = {cc: p for cc, p in (bf16 if query == "*bf16" else tf32).items() if kind != 2 or words or (cc >= 89) == hard}
             quick = (90,) if name in ("decode int8", "decode fp8", "verify 16 rows") else ()
-            cases.append(Case(f"paged_attention {name}{' by the chip' if hard else ''}", _attend, types, constants, at, 4, stages,
-                              odd, quick))  # fmt: skip
+            cases.append(Case(f"paged_attention {name}{' by the chip' if hard else ''}", _attend, types, constants, at,
+                              1 if words and width == 64 and rows == 1 else 4, stages, odd, quick))  # fmt: skip
     cases.append(Case("paged_attention merge", _merge, {f"{n}_ptr": "*fp32" for n in ("part", "top", "sum")} | {
         "out_ptr": "*bf16", "size": "i32", "parts": "i32"}, {"PARTS": 32, "D": 128, "DP": 128},
         {cc: r"ld\.global[.a-z]*\.v[24]" for cc in WIDE_LOADS}, 4, 1, ("size", "parts"), ()))  # fmt: skip
