@@ -195,7 +195,8 @@ def load_of(engine: Any) -> Load:
             matrices += math.prod(shape)
             routed += math.prod(shape) if ".experts." in name else 0
     total, table = runner.weight_bytes(), 0 if runner.config.tied else runner.embedding_bytes()
-    return Load(weight_bytes=total, table_bytes=table, kv_bytes_per_token=runner.kv_bytes_per_token(engine.kv_dtype), chosen=chosen,
+    return Load(weight_bytes=total, table_bytes=table, chosen=chosen,
+                kv_bytes_per_token=runner.kv_bytes_per_token(engine.kv_dtype),
                 weights_per_token=round(matrices - routed * (1 - chosen)), expert_bytes=(total - table) * routed // values)
 
 
