@@ -1,6 +1,6 @@
 """Pruning of SmolLM2-135M: what masks, narrower layers, fewer layers and fewer experts cost, by what is chosen to go.
 
-    python benchmarks/pruning.py [--quick] [--json OUT] [--only sparse,width,experts] [--cache DIR] [--threads 1]
+    python benchmarks/pruning.py [--quick] [--json OUT] [--only sparse,width,experts] [--skip 4:8,gptq] [--cache DIR]
 
 sparse   half of the weights of all 210 linears are zero: any (0.5), 2 of 4 or 4 of 8 neighbours, by magnitude, Wanda and SparseGPT;
          and on a grid too: SparseGPT's zeros kept by GPTQ. Perplexity and calibration as in benchmarks/quality.py (64 x 512 tokens, 40
@@ -218,12 +218,17 @@ def one(a: argparse.Namespace, part: str, name: str) -> dict[str, Any]:
     return found
 
 
+def skipped(a: argparse.Namespace, name: str) -> bool:
+    return any(word and word in name for word in a.skip.split(","))
+
+
 def against(name: str, first: float | None, second: float | None, label: str) -> Figure:
     return Figure(name=name, ours=first, peer=second, peer_name=label, goal=1.0, unit="ppl", better="lower")
 
 
 def sparse_figures(a: argparse.Namespace) -> list[Figure]:
     names = [f"{m} {p}" for p in (["2:4"] if a.quick else PATTERNS) for m in METHODS] + ([] if a.quick else list(GRIDS))
+    names = [n for n in names if not skipped(a, n)]
     runs = {n: one(a, "sparse", n) for n in ["none", *names]}
     found = {n: r.get("perplexity") for n, r in runs.items()}
     figures = [Figure(name="unpruned, perplexity", ours=found["none"], unit="ppl", better="lower")]
@@ -231,9 +236,9 @@ def sparse_figures(a: argparse.Namespace) -> list[Figure]:
                 for n in names]
     for p in PATTERNS:
         for first, second in (("sparsegpt", "wanda"), ("wanda", "magnitude")):
-            if f"{first} {p}" in found:
+            if {f"{first} {p}", f"{second} {p}"} <= found.keys():
                 figures.append(against(f"{first} {p} against {second}", found[f"{first} {p}"], found[f"{second} {p}"], second))
-    if not a.quick:
+    if set(GRIDS) <= found.keys():
         figures.append(against("half of w4g64's weights against w3g64", found["sparsegpt 0.5, gptq w4g64"], found["gptq w3g64"], "w3g64"))
     return figures
 
@@ -248,7 +253,7 @@ def width_figures(a: argparse.Namespace) -> list[Figure]:
             teacher = one(a, "width", "whole")
             figures.append(Figure(name="whole model, trained as long", ours=teacher.get("perplexity"), unit="ppl", better="lower"))
         for name in cuts:
-            if stage and (name.endswith("norm") or name == LAYERS[1]):
+            if stage and (name.endswith("norm") or name == LAYERS[1]) or skipped(a, name + stage):
                 continue
             run = one(a, "width", name + stage)
             found[name + stage] = run.get("perplexity")
@@ -258,11 +263,11 @@ def width_figures(a: argparse.Namespace) -> list[Figure]:
     for stage in ("", ", healed"):
         for kind in CUTS:
             for other in ("norm", "random"):
-                if f"{kind} by {other}{stage}" in found:
+                if {f"{kind} by {other}{stage}", f"{kind} by activation{stage}"} <= found.keys():
                     figures.append(against(f"{kind}{stage}: activation against {other}", found[f"{kind} by activation{stage}"],
                                            found[f"{kind} by {other}{stage}"], other))
-        if LAYERS[0] in found:
-            best = min((v for k in CUTS if (v := found[f"{k} by activation{stage}"]) is not None), default=None)
+        if LAYERS[0] + stage in found:
+            best = min((v for k in CUTS if (v := found.get(f"{k} by activation{stage}")) is not None), default=None)
             figures.append(against(f"best of width{stage} against depth", best, found[LAYERS[0] + stage], LAYERS[0]))
     return figures
 
@@ -282,6 +287,7 @@ def experts_figures(a: argparse.Namespace) -> list[Figure]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", default="sparse,width,experts")
+    parser.add_argument("--skip", default="", help="runs whose names hold one of these are left out")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--windows", type=int, default=40)
