@@ -217,11 +217,11 @@ def adapter(a: Any, work: Path) -> list[Figure]:
         found = {f"{m} w4g32": rounded_to(final, setup, m, "w4g32")["answers"] for m in ROUNDED.values()}
         return runs.losses(setup) | found
 
+    qlora = runs.trained(work, "qlora", 0, prepare=[{"method": "qlora", **shape}], measure=after, **sections)
     figures = []
     for name, step in (("an adapter inside the rounding", {"learn_steps": False}), ("the same, steps train too", {"learn_steps": True})):
         run = runs.trained(work, f"qat_lora {name[:3]}", 0, prepare=[{"method": "qat_lora", "spec": "w4g32", **shape, **step}], measure=inside, **sections)
         figures.append((name, run))
-    qlora = runs.trained(work, "qlora", 0, prepare=[{"method": "qlora", **shape}], measure=after, **sections)
     other = {f"QLoRA, then {label}": {**qlora, "answers": qlora[f"{m} w4g32"]} for label, m in ROUNDED.items()}
     out = [runs.level("not trained, rounded to w4g32", [{**figures[0][1], "answers": figures[0][1]["rtn"]}]),
            runs.level("QLoRA on NF4, not exported", [qlora])]
