@@ -420,9 +420,11 @@ class Engine:
             return
         verdicts = self._settle(plan, output)
         self._num_steps += 1
-        self._step_s = time.perf_counter() - started
+        seconds, prompts = time.perf_counter() - started, any(w.count > 1 for w in plan.works)
+        if not prompts:
+            self._step_s = seconds
         if self.speculation is not None:
-            self.speculation.timed(0 if any(w.count > 1 for w in plan.works) else len(plan.works), verdicts, self._step_s)
+            self.speculation.timed(0 if prompts else len(plan.works), verdicts, seconds)
 
     def _steps_ahead(self, sequences: Sequence[Tokens]) -> int:
         """Steps that these sequences may decode unattended: 1 unless all are greedy, and what drafts is the runner or rests."""

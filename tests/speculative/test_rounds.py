@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -164,6 +166,18 @@ def test_switched_off_it_decodes_plainly_and_drafts_again_later(name):
     drafts = len(made.rounds)
     assert said(made, prompts=PROMPTS[:1]) == said(engine(), prompts=PROMPTS[:1])
     assert len(made.rounds) == drafts and not controller.on
+
+
+def test_a_long_prompt_does_not_keep_rounds_back(monkeypatch):
+    """What the next call may take is judged by decoding steps: behind a prompt's step, drafts would go whole and one by one."""
+    monkeypatch.setattr(engine_module, "AHEAD_S", 0.9)
+    made, forwards = engine(CONFIGS["medusa"]), []
+    forward = made.runner.forward
+    made.runner.forward = lambda batch: (len(batch.tokens) > 1 and time.sleep(1.0)) or forwards.append(len(batch.tokens)) or forward(batch)
+    said(made, prompts=PROMPTS[2:])
+    made._step_s, forwards[:] = 1e-3, []
+    assert said(made, prompts=PROMPTS[:1]) == said(engine(), prompts=PROMPTS[:1])
+    assert forwards == [len(PROMPTS[0])]
 
 
 @pytest.mark.parametrize("spelling", ["lookahead:4,3,3", "medusa:6", "draft:x:3"])
