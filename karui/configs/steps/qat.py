@@ -63,7 +63,7 @@ class BitNetStep(_OnGrid):
     spec: QuantSpec = Field(default_factory=lambda: QuantSpec.parse("w1.58a8"), description="groups allowed; bitnet: w1a8")
     start: Literal["pretrained", "scratch"] = Field("pretrained", description="scratch: random weights of the model's shape")
     warmup: int = Field(0, ge=0, description="steps over which lambda rises from full to quantized weights; scratch: 0")
-    sub_norms: bool = Field(False, description="a norm before every o_proj and down_proj; only the reference runner has them")
+    sub_norms: bool = Field(False, description="a norm before every o_proj and down_proj, as the published models have")
 
     @model_validator(mode="before")
     @classmethod

@@ -195,7 +195,7 @@ class ModelConfig:
 
     @property
     def beyond_llama(self) -> str:
-        """What of this model only the reference runner computes, or an empty string."""
+        """What this model has beyond a llama, or an empty string."""
         scales = {self.embed_scale, self.query_scale, self.residual_scale, self.logit_scale}
         parts = {
             "recurrent layers": self.recurrent, "latent attention": self.latent, "mixture of experts": self.mixture,
