@@ -84,13 +84,13 @@ def test_gptq_loses_less_than_rounding_and_says_so(tiny_folder, text, tmp_path):
 
 class TestBadInput:
     def test_a_model_the_engine_cannot_run_is_refused_before_the_work(self, tmp_path):
-        from transformers import CohereConfig, CohereForCausalLM
+        from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
-        config = CohereConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                              num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
-        CohereForCausalLM(config).save_pretrained(tmp_path / "cohere")
-        with pytest.raises(UnsupportedError, match="model_type 'cohere' is not supported by karui's engine"):
-            quantize_to_bundle(str(tmp_path / "cohere"), tmp_path / "out", method="rtn", spec="w4g32")
+        config = Starcoder2Config(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                  num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+        Starcoder2ForCausalLM(config).save_pretrained(tmp_path / "coder")
+        with pytest.raises(UnsupportedError, match="model_type 'starcoder2' is not supported by karui's engine"):
+            quantize_to_bundle(str(tmp_path / "coder"), tmp_path / "out", method="rtn", spec="w4g32")
 
     def test_too_little_text(self, tiny_folder, tmp_path):
         short = tmp_path / "short.txt"
