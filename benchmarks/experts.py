@@ -9,11 +9,9 @@ weights, and against the bandwidth of the machine, measured in the same run.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
-from figures import Figure, arguments, report
+from figures import Figure, arguments, best, report, seconds, transformers_decode
 
 COMMON: dict[str, Any] = dict(vocab_size=16384, hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
                               max_position_embeddings=4096, tie_word_embeddings=True)  # fmt: skip
@@ -31,7 +29,7 @@ def main() -> None:
     model, mixture = made("qwen3_moe", layers, MIXTURE)
     rates = {name: best(lambda n=n, new=new: decode(mixture, n, new), 3) for name, n, new in (("one", 1, 64), ("many", 16, 32))}
     prefill = best(lambda: 512 / seconds(lambda: generate(mixture, 1, 1, 512)), 3)
-    peer = transformers(model, 8 if given.quick else 16)
+    peer = transformers_decode(model, 8 if given.quick else 16)
     del model
     _, dense = made("qwen3", layers, DENSE)
     load, weights = load_of(mixture), mixture.runner.weight_bytes() / 1e6
@@ -83,26 +81,6 @@ def generate(engine: Any, count: int, new: int, prompt: int) -> None:
 def decode(engine: Any, count: int, new: int) -> float:
     """Tokens/s of `count` streams behind prompts of 8 tokens."""
     return count * new / seconds(lambda: generate(engine, count, new, 8))
-
-
-def transformers(model: Any, new: int) -> float:
-    import torch
-
-    torch.set_num_threads(2)
-    ids = torch.randint(0, COMMON["vocab_size"], (1, 8))
-    with torch.inference_mode():
-        model.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False)
-        return new / seconds(lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False))
-
-
-def seconds(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
-def best(rate: Callable[[], float], times: int) -> float:
-    return max(rate() for _ in range(times + 1))  # the first one warms up
 
 
 if __name__ == "__main__":

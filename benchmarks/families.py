@@ -8,12 +8,10 @@ int8, two threads. A share is of what the machine's bandwidth, measured in the s
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from figures import Figure, arguments, report
+from figures import Figure, arguments, best, report, seconds, transformers_decode
 
 COMMON: dict[str, Any] = dict(vocab_size=32000, max_position_embeddings=4096, num_hidden_layers=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,7 +45,7 @@ def main() -> None:
         figures += [
             Figure(name=name, ours=ours, peer=limit, peer_name="the machine's bandwidth", unit="tokens/s", goal=0.5,
                    note=f"{load.weight_bytes / 1e6:.0f} MB"),
-            Figure(name=name, ours=ours, peer=transformers(model, 8), peer_name="transformers, fp32", unit="tokens/s", goal=3),
+            Figure(name=name, ours=ours, peer=transformers_decode(model, 8), peer_name="transformers, fp32", unit="tokens/s", goal=3),
             Figure(name=name, ours=ours, peer=best(partial(decode, slow, 4), 0), peer_name="torch runner", unit="tokens/s", goal=3),
         ]  # fmt: skip
         del model, weights, engine, slow
@@ -83,26 +81,6 @@ def decode(engine: Any, new: int) -> float:
     from karui.inference.requests import SamplingParams
 
     return new / seconds(lambda: engine.generate([list(range(5, 13))], SamplingParams(max_tokens=new, ignore_eos=True)))
-
-
-def transformers(model: Any, new: int) -> float:
-    import torch
-
-    torch.set_num_threads(2)
-    ids = torch.arange(5, 13)[None]
-    with torch.inference_mode():
-        model.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False)
-        return new / seconds(lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False))
-
-
-def seconds(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
-def best(rate: Callable[[], float], times: int) -> float:
-    return max(rate() for _ in range(times + 1))
 
 
 if __name__ == "__main__":

@@ -76,6 +76,28 @@ def in_turn(steps: dict[str, Any], rounds: int, before: Callable[[Any], Any] = l
     return {name: statistics.median(times) for name, times in found.items()}
 
 
+def seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def best(rate: Callable[[], float], times: int) -> float:
+    """The best of so many runs and one to warm up."""
+    return max(rate() for _ in range(times + 1))
+
+
+def transformers_decode(model: Any, new: int, threads: int = 2) -> float:
+    """Tokens/s of transformers' own greedy `generate`, one stream behind a prompt of 8 tokens."""
+    import torch
+
+    torch.set_num_threads(threads)
+    ids = torch.arange(5, 13)[None]
+    with torch.inference_mode():
+        model.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+        return new / seconds(lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False))
+
+
 def report(figures: list[Figure], out: Path | None, **extra: Any) -> None:
     """Print the table and write the JSON."""
     rows = [asdict(f) | {"ratio": f.ratio, "met": f.met} for f in figures]
