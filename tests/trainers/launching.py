@@ -17,7 +17,7 @@ PREPARE = {
     "full": [],
     "lora": [{"method": "lora", "rank": 4, "alpha": 8}],
     "qlora": [{"method": "qlora", "rank": 4, "alpha": 8}],
-    "qat": [{"method": "lsq", "spec": "w4g32"}],
+    "qat": [{"method": "lsq", "spec": "w4g32", "start": "paper"}],  # searched steps leave ties
 }
 SCRIPT = """
 import json, sys

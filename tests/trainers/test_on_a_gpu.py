@@ -15,7 +15,7 @@ from karui.trainers import preflight, spread
 from karui.trainers.checkpoint import restore_optimizer
 from karui.trainers.compact import compact
 from karui.trainers.data import Sample, collate
-from karui.trainers.lean import check_window
+from karui.trainers.lean import check_context
 from karui.trainers.loop import read_log
 from karui.trainers.model import LossSum
 from karui.trainers.objectives import distil
@@ -114,9 +114,9 @@ def test_a_fused_optimizer_finds_its_step_counts_on_the_parameters_device(fused)
 
 
 def test_without_a_window_nothing_is_looked_at():
-    check_window(None, None)
+    check_context(None, None, None, None)
     with pytest.raises(UnsupportedError, match="a document of 5 tokens"):
-        check_window(torch.tensor([0, 5, 7]), 4)
+        check_context(torch.tensor([0, 5, 7]), 4, None, None)
 
 
 def test_a_batch_is_fetched_from_the_gpu_as_often_for_many_documents_as_for_two():
