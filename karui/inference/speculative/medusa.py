@@ -32,6 +32,7 @@ from karui.kernels.native.library import MEDUSA, address
 if TYPE_CHECKING:
     from karui.kernels.native.medusa import MedusaLayer
 
+
 def likeliest(choices: Sequence[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
     """The `count` choices most likely to be accepted, if a head's guess of rank r is right with chance 1 / (2 (r + 1)^1.5).
 

@@ -119,13 +119,6 @@ private:
         bool fused;
     };
     template <typename X> static void grow(std::vector<X>& v, size_t size) { if (v.size() < size) v.resize(size); }
-    static void share(int count, int t, int n, int& first, int& last) {
-        first = (int)((int64_t)count * t / n);
-        last = (int)((int64_t)count * (t + 1) / n);
-    }
-    static bool same_codes(const Linear& x, const Linear& y) {
-        return integer(x) == integer(y) && x.block == y.block && x.per_token == y.per_token && x.k_padded == y.k_padded && factor(x) == factor(y);
-    }
     // Whether a thread that has made some columns of gate and up can go on to down's codes of them at once; `unit` columns at a time.
     static bool fuses(const Linear* e) {
         return integer(e[2]) && !e[2].per_token && e[2].k == e[2].k_padded && e[0].n % unit(e) == 0;
@@ -227,10 +220,11 @@ private:
         std::fill(to + hidden, to + std::max(e[0].k_padded, e[1].k_padded), 0.0f);
     }
     void encode(const Linear& w, Codes& to, const Active& a, int row, const float* x) {
-        const int blocks = w.k_padded / w.block;
-        quantize_row(x, w.k_padded, w.block, w.per_token, factor(w),
-                     tiled_row(&to.codes[(int64_t)a.tile * most_], &to.scale[(int64_t)a.tile * (most_ / 16)], &to.sum[(int64_t)a.tile * (most_ / 16)],
-                               row, w.k_padded, blocks));
+        quantize_row(x, w.k_padded, w.block, w.per_token, factor(w), row_of(w, to, a, row));
+    }
+    CodeRow row_of(const Linear& w, Codes& of, const Active& a, int row) const {
+        const int64_t blocks = (int64_t)a.tile * (most_ / 16);
+        return tiled_row(&of.codes[(int64_t)a.tile * most_], &of.scale[blocks], &of.sum[blocks], row, w.k_padded, w.k_padded / w.block);
     }
     Activations read(const Codes& from, const Active& a, const std::vector<float>& x, int ld) const {
         return {&x[(int64_t)a.first * ld], ld, &from.codes[(int64_t)a.tile * most_], &from.scale[(int64_t)a.tile * (most_ / 16)],
@@ -269,13 +263,7 @@ private:
         return g;
     }
     void code_piece(const Linear& down, const Active& a, int row, int first, int last, const float* g) {
-        const int blocks = down.k_padded / down.block, block = first / down.block;
-        CodeRow to = tiled_row(&down_.codes[(int64_t)a.tile * most_], &down_.scale[(int64_t)a.tile * (most_ / 16)],
-                               &down_.sum[(int64_t)a.tile * (most_ / 16)], row, down.k_padded, blocks);
-        to.codes += first / CHUNK * to.chunk_step;
-        to.scale += (int64_t)block * to.step;
-        to.sum += (int64_t)block * to.step;
-        quantize_row(g + first, last - first, down.block, false, factor(down), to);
+        quantize_row(g + first, last - first, down.block, false, factor(down), from_input(row_of(down, down_, a, row), first, down.block));
     }
     void down(const Mixture& m, const Lists& list, const Task& task, float* panel) {
         const Active& a = list.active[task.active];

@@ -269,24 +269,13 @@ struct Model {
 
     // ---- phases: every function below runs on all threads, thread `t` of `n` ------------------------------------------------------
 
-    // Splits [0, count) evenly; thread t gets [first, last).
-    static void share(int count, int t, int n, int& first, int& last) {
-        first = (int)((int64_t)count * t / n);
-        last = (int)((int64_t)count * (t + 1) / n);
-    }
-
-    // Whether parts i and j read the same int8 activations.
-    static bool same_codes(const Linear& x, const Linear& y) {
-        return x.block == y.block && x.per_token == y.per_token && x.k_padded == y.k_padded && factor(x) == factor(y);
-    }
-
     // Quantizes rows of x for each distinct need among the linears.
     void quantize(const Linear* const* parts, int count, const float* x, int ldx, int first, int last, Codes* coded) {
         for (int i = 0; i < count; i++) {
             const Linear& w = *parts[i];
             if (!integer(w)) continue;
             bool done = false;
-            for (int j = 0; j < i; j++) done |= integer(*parts[j]) && same_codes(w, *parts[j]);
+            for (int j = 0; j < i; j++) done |= same_codes(w, *parts[j]);
             if (done) continue;
             const int blocks = w.k_padded / w.block;
             for (int r = first; r < last; r++)
@@ -305,7 +294,7 @@ struct Model {
             const Linear& w = *parts[i];
             int source = i;
             for (int j = i - 1; j >= 0; j--)
-                if (integer(w) && integer(*parts[j]) && same_codes(w, *parts[j])) source = j;
+                if (integer(w) && same_codes(w, *parts[j])) source = j;
             const Activations a = {x, ldx, coded[source].codes.data, coded[source].scale.data, coded[source].sum.data};
             const int p0 = std::max(first - at, 0), p1 = std::min(last - at, num_panels(w));
             if (p0 < p1) multiply(w, a, rows, p0, p1, y[i], ldy[i], accumulate, scratch[t]->panel.data);
@@ -417,7 +406,7 @@ struct Model {
         const int ld[] = {ld_inter, ld_inter}, step = std::max(CHUNK, y.down.block);
         Codes* to = inputs[0]->coded + 2;
         const Activation act = (Activation)c.activation;
-        if (!lora && !y.down_norm && same_codes(y.gate, y.up) && integer(y.gate) == integer(y.up) && integer(y.down) && !y.down.per_token &&
+        if (!lora && !y.down_norm && same_codes(y.gate, y.up) && integer(y.down) && !y.down.per_token &&
             y.down.k == y.down.k_padded && c.intermediate % step == 0) {
             const Activations a = {in.normed.data, ld_hidden, in.coded[0].codes.data, in.coded[0].scale.data, in.coded[0].sum.data};
             int first, last;
@@ -426,15 +415,12 @@ struct Model {
             last *= step;
             for (int i = 0; i < 2; i++)
                 multiply(*parts[i], a, T, first / PANEL, last / PANEL, out[i], ld_inter, false, scratch[t]->panel.data);
-            const int blocks = y.down.k_padded / y.down.block, block = first / y.down.block;
+            const int blocks = y.down.k_padded / y.down.block;
             for (int r = 0; r < T && first < last; r++) {
                 float* g = gate.data + (int64_t)r * ld_inter + first;
                 gated(act, g, up.data + (int64_t)r * ld_inter + first, last - first, g);
-                CodeRow row = tiled_row(to->codes.data, to->scale.data, to->sum.data, r, y.down.k_padded, blocks);
-                row.codes += first / CHUNK * row.chunk_step;
-                row.scale += (int64_t)block * row.step;
-                row.sum += (int64_t)block * row.step;
-                quantize_row(g, last - first, y.down.block, false, factor(y.down), row);
+                const CodeRow row = tiled_row(to->codes.data, to->scale.data, to->sum.data, r, y.down.k_padded, blocks);
+                quantize_row(g, last - first, y.down.block, false, factor(y.down), from_input(row, first, y.down.block));
             }
             team.barrier(t);
             return to;

@@ -13,6 +13,17 @@ static inline int32_t factor(const Linear& w) {
     return bias - w.zero;
 }
 
+// Whether two linears read the same int8 activations, or neither any.
+static inline bool same_codes(const Linear& x, const Linear& y) {
+    return integer(x) == integer(y) && x.block == y.block && x.per_token == y.per_token && x.k_padded == y.k_padded && factor(x) == factor(y);
+}
+
+// Splits [0, count) evenly among n threads; thread t gets [first, last).
+static inline void share(int count, int t, int n, int& first, int& last) {
+    first = (int)((int64_t)count * t / n);
+    last = (int)((int64_t)count * (t + 1) / n);
+}
+
 // 1 / sqrt(mean(x^2) + eps), over n values.
 static float inverse_rms(const float* x, int n, float eps) {
     V s = set1(0.0f);
@@ -45,6 +56,14 @@ struct CodeRow {
 INLINE CodeRow tiled_row(int8_t* codes, float* scale, int32_t* sum, int64_t row, int k_padded, int blocks) {  // see Activations
     const int64_t tile = row / TILE * TILE, r = row % TILE;
     return {codes + tile * k_padded + r * CHUNK, scale + tile * blocks + r, sum + tile * blocks + r, TILE * CHUNK, TILE};
+}
+
+// The same row from input `first` on, a multiple of CHUNK and of the block of inputs.
+INLINE CodeRow from_input(CodeRow row, int first, int block) {
+    row.codes += first / CHUNK * row.chunk_step;
+    row.scale += (int64_t)(first / block) * row.step;
+    row.sum += (int64_t)(first / block) * row.step;
+    return row;
 }
 
 // Symmetric int8, round to nearest even: scale = max|x| / 127, code = round(x / scale), over the whole row (per_token) or each
