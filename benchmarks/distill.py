@@ -45,6 +45,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from figures import DATA, Figure, arguments, peer_python, report  # noqa: E402
+from runs import folder as work_folder  # noqa: E402
 
 CONDITIONS: dict[str, dict[str, Any]] = {
     "labels": {"kind": "sft"},
@@ -63,7 +64,7 @@ OWN_TEXT = {"kind": "on-policy", "divergence": "reverse_kl", "parameter": None, 
 
 def student(a: Any) -> tuple[list[Figure], dict[str, Any]]:
     """Every condition with every seed; returns figures and the curves."""
-    work = _work(a)
+    work = work_folder(a.work)
     data = _wikitext(a, work, 128)
     teacher = {} if a.as_it_is else {"teacher": str(work / "teacher" / "final")}
     figures = [] if a.as_it_is else [_corrected(a, work / "teacher", data)]
@@ -109,13 +110,6 @@ def _corrected(a: Any, folder: Path, data: dict[str, Any], batch: int = 4) -> Fi
     return Figure(name="held-out loss, teacher", ours=after, unit="nats", better="lower", note=f"{before:.4f} before it read the students' text")
 
 
-def _work(a: Any) -> Path:
-    """The folder for finished runs; a new one when none is given."""
-    work = a.work or Path(tempfile.mkdtemp(prefix="karui-distill-"))
-    work.mkdir(parents=True, exist_ok=True)
-    return work
-
-
 def _mean(name: str, values: list[float]) -> Figure:
     note = f"seeds: {', '.join(f'{v:.4f}' for v in values)}"
     return Figure(name=name, ours=statistics.fmean(values), unit="nats", better="lower", note=note)
@@ -132,7 +126,7 @@ def _gap(name: str, these: list[float], those: list[float], goal: float | None) 
 
 def on_policy(a: Any) -> list[Figure]:
     """Off-policy, also from 50 tokens and a tail, half of it on-policy, and that in fewer updates; every seed."""
-    work = _work(a)
+    work = work_folder(a.work)
     for name, source, rows in (("train", "gsm8k_train.jsonl", 4 * a.steps), ("eval", "gsm8k_test.jsonl", 48)):
         lines = (DATA / source).read_text(encoding="utf-8").splitlines()[:rows]
         (work / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -254,7 +248,7 @@ def reshape(a: Any) -> list[Figure]:
     from karui.distill.reshape import size_of
     from karui.trainers.stages import planned
 
-    work = _work(a)
+    work = work_folder(a.work)
     data = _wikitext(a, work, 256)
     figures = [_corrected(a, work / "teacher-256", data, batch=1)]
     objective = {"kind": "distil", "label": 0.5, "teacher": str(work / "teacher-256" / "final")}

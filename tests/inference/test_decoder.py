@@ -72,23 +72,18 @@ def batch_of(*chunks: tuple[list[int], int, list[int]], block_size: int = 4) -> 
     return StepBatch(*(torch.tensor(x, dtype=torch.int32) for x in fields))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case):
-    model, config, weights = tiny(CASES[case][0], **CASES[case][1])
-    runner = TorchRunner(config, weights)
+def assert_logits_are_the_model_s(runner, model, cuts):
+    """Of 50 tokens, computed from each cut to the next."""
     runner.allocate(40, 4, "float32")
-    ids = torch.randint(0, 199, (1, 50)).tolist()[0]
+    ids = torch.randint(0, 199, (50,)).tolist()
     blocks = torch.randperm(39)[:13].add(1).tolist()
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
-    got = [runner.forward(batch_of((ids[a:b], a, blocks))).logits for a, b in ((0, 17), (17, 18), (18, 41), (41, 50))]
+    got = [runner.forward(batch_of((ids[a:b], a, blocks))).logits for a, b in zip(cuts, cuts[1:])]
     assert (torch.cat(got) - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_equal_generate(case):
-    model, config, weights = tiny(CASES[case][0], **CASES[case][1])
-    runner = TorchRunner(config, weights)
+def assert_greedy_tokens_are_generate_s(runner, model):
     runner.allocate(80, 4, "float32")
     ids, new = torch.randint(3, 199, (9,)).tolist(), 20
     want = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
@@ -97,6 +92,18 @@ def test_greedy_tokens_equal_generate(case):
         past = 0 if len(got) == len(ids) else len(got) - 1
         got.append(int(runner.forward(batch_of((got[past:], past, blocks))).logits[-1].argmax()))
     assert got == want
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case):
+    model, config, weights = tiny(CASES[case][0], **CASES[case][1])
+    assert_logits_are_the_model_s(TorchRunner(config, weights), model, (0, 17, 18, 41, 50))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_equal_generate(case):
+    model, config, weights = tiny(CASES[case][0], **CASES[case][1])
+    assert_greedy_tokens_are_generate_s(TorchRunner(config, weights), model)
 
 
 def test_dynamic_scaling_past_the_trained_length_equals_decoding():

@@ -68,10 +68,15 @@ def test_layers_with_a_window_read_no_more_than_it(monkeypatch):
 def test_adapters_and_codes_of_every_linear(case):
     """An adapter equals its merge, and codes their dequantized weights, fused linears included."""
     _, config, weights = tiny(CASES[case][0], **CASES[case][1])
-    ids = torch.randint(0, 199, (30,)).tolist()
     linears = [n.removesuffix(".weight") for n, s in expected_shapes(config).items() if ".layers." in n and len(s) == 2]
+    assert_adapters_and_codes(config, weights, linears, linears)
+
+
+def assert_adapters_and_codes(config, weights, linears, adapted):
+    """An adapter of `adapted` equals its merge, and codes of `linears` their dequantized weights."""
+    ids = torch.randint(0, 199, (30,)).tolist()
     runner, layers = TorchRunner(config, weights), {}
-    for name in linears:
+    for name in adapted:
         out, into = weights[f"{name}.weight"].shape
         layers[name] = LoraWeights(torch.randn(3, into) * 0.1, torch.randn(out, 3) * 0.1, 1.5)
     runner.set_adapter(0, layers)

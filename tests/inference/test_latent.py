@@ -25,7 +25,7 @@ from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.factory import Speculator
 from karui.kernels.quantize import quantize
 from tests.inference.conftest import assert_bits_do_not_depend_on_the_way, tiny
-from tests.inference.test_decoder import batch_of
+from tests.inference.test_decoder import assert_logits_are_the_model_s, batch_of
 
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, mscale=0.7, mscale_all_dim=0.9, beta_fast=16, beta_slow=2,
             original_max_position_embeddings=32)
@@ -74,15 +74,7 @@ class Wide:
 def test_logits_equal_transformers(case):
     """Prefills, which materialize, and single steps, which absorb."""
     model, config, weights = made(case)
-    runner = TorchRunner(config, weights)
-    runner.allocate(40, 4, "float32")
-    ids = torch.randint(0, 199, (50,)).tolist()
-    blocks = torch.randperm(39)[:13].add(1).tolist()
-    with torch.no_grad():
-        want = model(torch.tensor([ids])).logits[0]
-    cuts = [0, 23, 24, 25, 28, 47, 48, 49, 50]
-    got = [runner.forward(batch_of((ids[a:b], a, blocks))).logits for a, b in zip(cuts, cuts[1:])]
-    assert (torch.cat(got) - want).abs().max() < 1e-4
+    assert_logits_are_the_model_s(TorchRunner(config, weights), model, (0, 23, 24, 25, 28, 47, 48, 49, 50))
 
 
 @pytest.mark.parametrize("case", ["v3-yarn", "v3-wide-values", "v32-yarn", "glm-shared"])

@@ -17,8 +17,13 @@ from karui.inference.requests import Request, SamplingParams
 from karui.kernels.kvquant import KVLevels
 from karui.kernels.quantize import quantize
 from tests.inference.conftest import assert_bits_do_not_depend_on_the_way, tiny
-from tests.inference.test_decoder import assert_ragged_batch_is_right, batch_of
-from tests.inference.test_families import logits_of
+from tests.inference.test_decoder import (
+    assert_greedy_tokens_are_generate_s,
+    assert_logits_are_the_model_s,
+    assert_ragged_batch_is_right,
+    batch_of,
+)
+from tests.inference.test_families import assert_adapters_and_codes, logits_of
 
 SCALES = dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6, logits_scaling=2.5)
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
@@ -85,14 +90,7 @@ def test_logits_equal_transformers(case):
     """In chunks and single steps, in a ragged batch, and token by token."""
     model, config, weights = made(case)
     runner = TorchRunner(config, weights)
-    runner.allocate(40, 4, "float32")
-    ids = torch.randint(0, 199, (50,)).tolist()
-    blocks = torch.randperm(39)[:13].add(1).tolist()
-    with torch.no_grad():
-        want = model(torch.tensor([ids])).logits[0]
-    cuts = (0, 17, 18, 41, 42, 43, 50)
-    got = [runner.forward(batch_of((ids[a:b], a, blocks))).logits for a, b in zip(cuts, cuts[1:])]
-    assert (torch.cat(got) - want).abs().max() < 1e-4
+    assert_logits_are_the_model_s(runner, model, (0, 17, 18, 41, 42, 43, 50))
     assert_ragged_batch_is_right(runner, model)
     assert_ragged_batch_is_right(TorchRunner(config, weights, bit_exact=True), model)
 
@@ -100,15 +98,7 @@ def test_logits_equal_transformers(case):
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_equal_generate(case):
     model, config, weights = made(case)
-    runner = TorchRunner(config, weights)
-    runner.allocate(80, 4, "float32")
-    ids, new = torch.randint(3, 199, (9,)).tolist(), 20
-    want = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
-    blocks, got = list(range(20)), list(ids)
-    for _ in range(new):
-        past = 0 if len(got) == len(ids) else len(got) - 1
-        got.append(int(runner.forward(batch_of((got[past:], past, blocks))).logits[-1].argmax()))
-    assert got == want
+    assert_greedy_tokens_are_generate_s(TorchRunner(config, weights), model)
 
 
 @pytest.mark.parametrize("case", ["granite", "smollm3-window", "glm4", "ernie4_5_moe", "exaone4", "hunyuan", "minimax_m2", "cohere2"])
@@ -142,20 +132,9 @@ def test_adapters_and_codes_of_every_linear(case):
     """An adapter equals its merge, and codes their dequantized weights, fused linears included; experts are not adapted."""
     _, config, weights = made(case)
     weights = dict(TorchRunner(config, weights)._weights)
-    ids = torch.randint(0, 199, (30,)).tolist()
     linears = [n.removesuffix(".weight") for n, s in expected_shapes(config).items()
                if ".layers." in n and len(s) == 2 and not n.endswith(".mlp.gate.weight")]
-    runner, layers = TorchRunner(config, weights), {}
-    for name in (n for n in linears if "experts" not in n):
-        out, into = weights[f"{name}.weight"].shape
-        layers[name] = LoraWeights(torch.randn(3, into) * 0.1, torch.randn(out, 3) * 0.1, 1.5)
-    runner.set_adapter(0, layers)
-    merged = {**weights, **{f"{n}.weight": weights[f"{n}.weight"] + 1.5 * w.b @ w.a for n, w in layers.items()}}
-    want = logits_of(TorchRunner(config, merged), ids)
-    assert (logits_of(runner, ids, adapter=0) - want).abs().max() < 1e-4 * want.abs().max()
-    coded = {**weights, **{f"{n}.weight": quantize(weights[f"{n}.weight"], QuantSpec.parse("w4g8")) for n in linears}}
-    plain = {n: w if isinstance(w, torch.Tensor) else w.dequantize() for n, w in coded.items()}
-    assert torch.equal(logits_of(TorchRunner(config, coded), ids), logits_of(TorchRunner(config, plain), ids))
+    assert_adapters_and_codes(config, weights, linears, [n for n in linears if "experts" not in n])
 
 
 @pytest.mark.parametrize("case", ["granitemoe", "olmoe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "hunyuan"])

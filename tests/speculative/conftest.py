@@ -13,6 +13,7 @@ from karui.inference.engine import Engine
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.weights import expected_shapes
+from karui.inference.requests import SamplingParams
 from karui.inference.speculate import Speculation
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.draft_model import RunnerDrafter
@@ -40,6 +41,17 @@ def tiny_weights(config: ModelConfig, seed: int = 0, noise: float = 0.0) -> dict
         base = 1.0 if "norm" in name else 0.0
         out[name] = base + 0.3 * torch.randn(shape, generator=g) + noise * torch.randn(shape, generator=h)
     return out
+
+
+def assert_new_weights_reach_the_drafts(drafted: Engine) -> None:
+    """A native engine with drafts writes plain decoding's tokens behind new weights, which its drafts are then made with."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    drafted.generate([[5, 9, 2]], params)
+    other = tiny_weights(tiny_config(), seed=9)
+    drafted.update_weights(other)
+    fresh = tiny_engine(native=True)
+    fresh.update_weights(other)
+    assert drafted.generate([[5, 9, 2]], params)[0].token_ids == fresh.generate([[5, 9, 2]], params)[0].token_ids
 
 
 def tiny_engine(spelling: str | SpeculationConfig | None = None, *, vocab: int = 61, dtype: torch.dtype = torch.float32,

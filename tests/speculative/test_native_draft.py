@@ -14,7 +14,7 @@ from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer, NativeEagle3Proposer, pack_layer
 from karui.inference.speculative.factory import Speculator
 from karui.kernels import native
-from tests.speculative.conftest import tiny_config, tiny_engine, tiny_weights
+from tests.speculative.conftest import assert_new_weights_reach_the_drafts, tiny_config, tiny_engine
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no compiler for the native kernels")
 
@@ -97,14 +97,7 @@ def test_an_engine_writes_plain_decoding_s_tokens(temperature):
 
 
 def test_new_weights_bring_a_new_embedding():
-    drafted = engine(SpeculationConfig(method="eagle3", k=3, least=0.0, adaptive=False))
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    drafted.generate([[5, 9, 2]], params)
-    other = tiny_weights(tiny_config(), seed=9)
-    drafted.update_weights(other)
-    fresh = tiny_engine(native=True)
-    fresh.update_weights(other)
-    assert drafted.generate([[5, 9, 2]], params)[0].token_ids == fresh.generate([[5, 9, 2]], params)[0].token_ids
+    assert_new_weights_reach_the_drafts(engine(SpeculationConfig(method="eagle3", k=3, least=0.0, adaptive=False)))
 
 
 def test_bad_sizes_are_refused():

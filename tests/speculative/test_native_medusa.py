@@ -15,7 +15,7 @@ from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.factory import Speculator
 from karui.inference.speculative.medusa import MedusaHeads, MedusaProposer, NativeMedusaProposer, pack_heads
 from karui.kernels import native
-from tests.speculative.conftest import CHOICES, tiny_config, tiny_engine, tiny_weights
+from tests.speculative.conftest import CHOICES, assert_new_weights_reach_the_drafts, tiny_config, tiny_engine, tiny_weights
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no compiler for the native kernels")
 
@@ -120,14 +120,7 @@ def test_an_engine_writes_plain_decoding_s_tokens(kind, temperature):
 
 
 def test_new_weights_bring_a_new_projection():
-    drafted = engine("shared")
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    drafted.generate([[5, 9, 2]], params)
-    other = tiny_weights(tiny_config(), seed=9)
-    drafted.update_weights(other)
-    fresh = tiny_engine(native=True)
-    fresh.update_weights(other)
-    assert drafted.generate([[5, 9, 2]], params)[0].token_ids == fresh.generate([[5, 9, 2]], params)[0].token_ids
+    assert_new_weights_reach_the_drafts(engine("shared"))
 
 
 def test_a_file_s_fixed_tree_is_kept(tmp_path):
