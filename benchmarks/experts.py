@@ -33,7 +33,7 @@ def main() -> None:
     del model
     _, dense = made("qwen3", layers, DENSE)
     load, weights = load_of(mixture), mixture.runner.weight_bytes() / 1e6
-    limit = decode_limit(bandwidth, 1, 32, load.read_bytes(1), load.kv_bytes_per_token)
+    limit = decode_limit(bandwidth, 1, load.read_bytes(1), load.kv_bytes(32))
     figures = [
         Figure(name="decode, one stream", ours=rates["one"], peer=limit, peer_name="the machine's bandwidth", unit="tokens/s", goal=0.5,
                note=f"a token reads {load.read_bytes(1) / 1e6:.0f} of {weights:.0f} MB"),

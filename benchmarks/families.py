@@ -40,7 +40,7 @@ def main() -> None:
         model, config, weights = made(*FAMILIES[name])
         engine = engine_of(NativeRunner(config, weights, threads=2), "float16")
         ours, load = best(partial(decode, engine, 32), 3), load_of(engine)
-        limit = decode_limit(bandwidth, 1, 24, load.read_bytes(1), load.kv_bytes_per_token)
+        limit = decode_limit(bandwidth, 1, load.read_bytes(1), load.kv_bytes(24))
         slow = engine_of(TorchRunner(config, weights), "float32")
         figures += [
             Figure(name=name, ours=ours, peer=limit, peer_name="the machine's bandwidth", unit="tokens/s", goal=0.5,

@@ -95,7 +95,7 @@ def plan(runner: Runner, kv_dtype: str, memory: int | str | None, max_context: i
         affordable = runner.agree(affordable)
     wanted = max_context or model_context
     each = groups.most_blocks(wanted, max_tokens, block_size)
-    blocks = min(affordable, max_sequences * each)
+    blocks = min(affordable, max(max_sequences * each, 2 * count))
     capacity = groups.capacity(blocks, max_tokens, block_size, -(-wanted // block_size) * block_size)
     beside = f" and {staged:,} more in unfinished blocks" if staged else ""
     apart = f" of a group of layers, of which there are {count}" if count > 1 else ""

@@ -84,8 +84,8 @@ def test_percentile() -> None:
 
 
 def test_limits_are_the_formulas() -> None:
-    assert decode_limit(20e9, 1, 8, 85_000_000, 11_520) == pytest.approx(20e9 / (85_000_000 + 8 * 11_520))
-    assert decode_limit(20e9, 32, 512, 85_000_000, 11_520) == pytest.approx(32 * 20e9 / (85_000_000 + 32 * 512 * 11_520))
+    assert decode_limit(20e9, 1, 85_000_000, 8 * 11_520) == pytest.approx(20e9 / (85_000_000 + 8 * 11_520))
+    assert decode_limit(20e9, 32, 85_000_000, 512 * 11_520) == pytest.approx(32 * 20e9 / (85_000_000 + 32 * 512 * 11_520))
     assert prefill_limit(184e9, 106_000_000) == pytest.approx(867.9, rel=1e-3)
 
 
@@ -244,3 +244,23 @@ def test_an_embedding_that_is_no_head_is_not_read(tied: bool) -> None:
     runner = TorchRunner(config, weights)
     load = load_of(Engine(runner, max_context=64, max_sequences=1))
     assert load.read_bytes(1) == runner.weight_bytes() - (0 if tied else 4 * config.vocab_size * config.hidden_size)
+
+
+def test_keys_behind_windows_are_not_counted() -> None:
+    """Gemma 3's: of four layers three see 8 tokens; a sparse one reads `top` latents and every key of the indexer."""
+    from karui.inference.engine import Engine
+    from karui.inference.models import latent
+    from karui.inference.models.decoder import TorchRunner
+    from tests.inference.conftest import tiny
+    from tests.inference.test_latent import made
+
+    _, config, weights = tiny("gemma3_text", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4, query_pre_attn_scalar=13)
+    load = load_of(Engine(TorchRunner(config, weights), max_context=64, max_sequences=1))
+    per_layer = load.kv_bytes_per_token / 4
+    assert load.kv_bytes(6) == 6 * load.kv_bytes_per_token
+    assert load.kv_bytes(40) == pytest.approx(per_layer * (3 * 8 + 40))
+
+    _, config, weights = made("v32")
+    load = load_of(Engine(TorchRunner(config, weights), kv_dtype="float16", memory="1MB"))
+    top = config.latent.indexer.top
+    assert load.kv_bytes(3 * top) == pytest.approx(latent.bytes_read(config, "float16", 3 * top))

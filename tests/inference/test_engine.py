@@ -297,6 +297,13 @@ def test_memory_is_planned_in_words():
         Engine(runner, kv_dtype="int5")
 
 
+@pytest.mark.parametrize("context", [2, 16])
+def test_a_context_that_one_block_holds(context):
+    """One sequence of one block asks for a pool of one, which has none to spare."""
+    _, engine = engine_of(max_context=context, max_sequences=1, block_size=16)
+    assert len(engine.generate([[5]], SamplingParams(max_tokens=30, ignore_eos=True))[0].token_ids) == context - 1
+
+
 @pytest.mark.parametrize("wrong", [dict(temperature=-1), dict(top_p=0), dict(top_p=1.5), dict(top_k=-1), dict(max_tokens=0),
                                    dict(max_tokens=-3), dict(n=0), dict(min_p=1.0), dict(repetition_penalty=0), dict(stop=("",)),
                                    dict(temperature=float("nan")), dict(beams=2, temperature=1.0), dict(logprobs=-1),

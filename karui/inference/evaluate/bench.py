@@ -1,6 +1,6 @@
 """`karui bench`: latency and throughput at several concurrencies against what the machine allows, and what would help.
 
-    tokens/s <= batch * bandwidth / (weight bytes + batch * context * KV bytes per token)
+    tokens/s <= batch * bandwidth / (weight bytes + batch * KV bytes of the context that a query sees)
 
 Every figure is measured in this process on this machine; the advice is read off the numbers by the rules stated in `advice`.
 """
@@ -25,6 +25,7 @@ class Load:
 
     expert_bytes: those of routed experts (in proportion to their values, whatever the grids); chosen: a token's share of them.
     table_bytes: those of an embedding that is not the output head too, of which a token reads a row.
+    spans: tokens that a query sees at most and the share of a token's KV bytes in such layers: windows, sparse attention.
     """
 
     weight_bytes: int
@@ -33,6 +34,12 @@ class Load:
     expert_bytes: int = 0
     chosen: float = 1.0
     table_bytes: int = 0
+    spans: tuple[tuple[int, float], ...] = ()
+
+    def kv_bytes(self, context: float) -> float:
+        """Bytes of keys and values that a step reads for one stream at this context."""
+        unseen = sum(share * max(0.0, context - most) for most, share in self.spans)
+        return self.kv_bytes_per_token * (context - unseen)
 
     def read_bytes(self, streams: int) -> float:
         """Bytes of weights that a step of so many streams reads; their choices of experts are taken to be independent."""
@@ -114,8 +121,8 @@ def bench(engines: Mapping[str, Generates], load: Load, tokens: Sequence[int], *
             first, last = min(t.first_s for t in timings), max(t.last_s for t in timings)
             decoded = sum(t.new_tokens - 1 for t in timings)
             rate = decoded / (last - first) if last > first else math.nan
-            limit = decode_limit(machine.bandwidth_bytes_per_s, concurrency, prompt_tokens + new_tokens / 2,
-                                 load.read_bytes(concurrency), load.kv_bytes_per_token)
+            limit = decode_limit(machine.bandwidth_bytes_per_s, concurrency, load.read_bytes(concurrency),
+                                 load.kv_bytes(prompt_tokens + new_tokens / 2))
             ttft, tpot = [t.first_s * 1e3 for t in timings], [t.tpot_s * 1e3 for t in timings]
             levels.append(Level(
                 speculation=name, concurrency=concurrency, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
@@ -196,7 +203,7 @@ def load_of(engine: Any) -> Load:
             routed += math.prod(shape) if ".experts." in name else 0
     total, table = runner.weight_bytes(), 0 if runner.config.tied else runner.embedding_bytes()
     return Load(weight_bytes=total, table_bytes=table, chosen=chosen,
-                kv_bytes_per_token=runner.kv_bytes_per_token(engine.kv_dtype),
+                kv_bytes_per_token=runner.kv_bytes_per_token(engine.kv_dtype), spans=runner.config.spans,
                 weights_per_token=round(matrices - routed * (1 - chosen)), expert_bytes=(total - table) * routed // values)
 
 
@@ -213,7 +220,7 @@ def advice(machine: Machine, load: Load, levels: Sequence[Level], prefill_per_s:
     plain = [level for level in levels if level.speculation == "none"] or list(levels)
     one, most = min(plain, key=lambda x: x.concurrency), max(plain, key=lambda x: x.concurrency)
     context = most.prompt_tokens + most.new_tokens / 2
-    kv_bytes = most.concurrency * context * load.kv_bytes_per_token
+    kv_bytes = most.concurrency * load.kv_bytes(context)
     kv_share = kv_bytes / (kv_bytes + load.read_bytes(most.concurrency))
     if kv_share > 0.5:
         lines.append(f"KV-bound at {most.concurrency} streams and context {context:.0f}: {kv_share:.0%} of what a step reads are "

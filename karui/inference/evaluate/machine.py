@@ -47,9 +47,9 @@ def measure_machine(threads: int | None = None, size_mib: int = 384, repeats: in
     return Machine(threads=threads, bandwidth_bytes_per_s=array.nbytes / read, flops_per_s=threads * 2 * side**3 / multiply)
 
 
-def decode_limit(bandwidth: float, batch: int, context: float, weight_bytes: float, kv_bytes_per_token: int) -> float:
-    """Tokens/s a memory-bound decode cannot pass: batch * bandwidth / (weights + batch * context * KV bytes per token)."""
-    return batch * bandwidth / (weight_bytes + batch * context * kv_bytes_per_token)
+def decode_limit(bandwidth: float, batch: int, weight_bytes: float, kv_bytes: float) -> float:
+    """tokens/s a memory-bound decode cannot pass: batch * bandwidth / (weights + batch * KV bytes that a stream reads)."""
+    return batch * bandwidth / (weight_bytes + batch * kv_bytes)
 
 
 def prefill_limit(flops_per_s: float, weights: int) -> float:

@@ -223,6 +223,16 @@ class ModelConfig:
             return 2, self.num_kv_heads, self.head_dim
         return 1, self.latent.width // self.latent.group, self.latent.group
 
+    @property
+    def spans(self) -> tuple[tuple[int, float], ...]:
+        """Tokens that a query sees at most, and the share of a token's cached numbers in such layers; layers that see all are not
+        named. Sparse attention reads its indexer's keys of every token."""
+        if self.latent is not None and self.latent.indexer is not None:
+            kept, indexed = self.num_layers * (self.latent.rank + self.latent.rope), self.latent.indexer
+            return ((indexed.top, kept / (kept + sum(indexed.layers) * indexed.head_dim)),)
+        windows = [w for w in self.sliding_window if w is not None]
+        return tuple((w, windows.count(w) / self.num_kv_layers) for w in sorted({*windows}))
+
     @functools.cached_property
     def counted(self) -> tuple[int, ...]:
         """Each layer's number among those of its kind, recurrent or attention."""
