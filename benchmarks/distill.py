@@ -379,7 +379,7 @@ def draft(a: Any) -> list[Figure]:
     for m in methods:
         found, title = engines[m].speculation.statistics, TITLES[m]  # type: ignore[union-attr]
         steps = engines[m].stats.num_steps - len(questions)  # a prompt is one step
-        shape = f"depth {a.depth}, width {a.width}, {configs[m].nodes} nodes" if m == "eagle3" else f"{configs[m].k} nodes"
+        shape = f"depth {a.depth}, width {a.width}, {configs[m].nodes} nodes" if m == "eagle3" else f"{configs[m].length(native=True)} nodes"
         note = f"{shape}; greedy text {'identical' if same[m] else 'DIFFERENT'} on {len(questions)} questions; by depth {found.by_depth} of {found.drafts}"
         asked = m == "eagle3"
         figures += [

@@ -119,7 +119,7 @@ class Engine:
         self.runner, self.tokenizer, self.config, self.model = runner, tokenizer, runner.config, model
         self.eos = frozenset(eos_token_ids)
         num_pages, max_sequences, memory = kv_memory.plan_states(
-            runner, memory, max_sequences, 0 if speculation is None else speculation.config.k)
+            runner, memory, max_sequences, 0 if speculation is None else speculation.config.length())
         if num_pages and speculation is not None:
             speculation.check_recurrent()
         self.groups = groups = kv_memory.groups(runner, self.kv_dtype)

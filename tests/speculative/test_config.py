@@ -12,9 +12,9 @@ from karui.inference.speculative.config import SpeculationConfig
 
 
 @pytest.mark.parametrize(("text", "printed"), [
-    ("none", "none"), ("ngram", "ngram:5"), ("ngram:8", "ngram:8"), ("draft:some/path", "draft:some/path:4"),
+    ("none", "none"), ("ngram", "ngram"), ("ngram:8", "ngram:8"), ("draft:some/path", "draft:some/path"),
     ("draft:C:x:3", "draft:C:x:3"), ("lookahead", "lookahead:5,7,7"), ("lookahead:4,3,2", "lookahead:4,3,2"),
-    ("medusa", "medusa:24"), ("eagle3:6", "eagle3:6"), ("eagle3:6,any-target", "eagle3:6,any-target")])
+    ("medusa", "medusa"), ("eagle3:6", "eagle3:6"), ("medusa,any-target", "medusa,any-target"), ("eagle3:6,any-target", "eagle3:6,any-target")])
 def test_spellings_round_trip(text: str, printed: str) -> None:
     config = SpeculationConfig.parse(text)
     assert str(config) == printed and SpeculationConfig.parse(printed) == config
@@ -24,10 +24,16 @@ def test_spellings_round_trip(text: str, printed: str) -> None:
     ("ngarm:5", "Did you mean 'ngram'"), ("ngram:0", "1 to 63"), ("ngram:x", "cannot read 'x'"), ("ngram:64", "1 to 63"),
     ("draft", "needs a model"),
     ("draft:", "needs a model"), ("lookahead:5", "N,W,G"), ("none:3", "cannot read"), ("", "unknown method"),
-    ("ngram:5,any-target", "cannot read"), ("eagle3:x,any-target", "cannot read")])
+    ("ngram:5,any-target", "cannot read"), ("eagle3:x,any-target", "cannot read"), ("medusa,other", "cannot read")])
 def test_nonsense_is_refused(text: str, message: str) -> None:
     with pytest.raises(KaruiError, match=message):
         SpeculationConfig.parse(text)
+
+
+@pytest.mark.parametrize(("text", "native", "length"), [
+    ("ngram", True, 5), ("draft:x", True, 4), ("medusa", True, 3), ("medusa", False, 24), ("medusa:9", True, 9), ("eagle3", False, 5)])
+def test_lengths_where_none_is_given(text: str, native: bool, length: int) -> None:
+    assert SpeculationConfig.parse(text).length(native) == length
 
 
 def test_fields_that_do_not_belong_are_refused() -> None:

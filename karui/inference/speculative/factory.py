@@ -93,19 +93,20 @@ class Speculator:
     def new(self) -> Proposer:
         """A proposer for one request."""
         c = self.config
+        k = c.length(native=self.packed_head is not None)
         if c.method == "ngram":
-            return NgramProposer(c.k, c.n_max, c.n_min)
+            return NgramProposer(k, c.n_max, c.n_min)
         if c.method == "lookahead":
             return LookaheadProposer(*c.lookahead)
         if c.method == "draft":
             assert self.drafter is not None
-            return DraftModelProposer(self.drafter, c.k, self.model.vocab_size)
+            return DraftModelProposer(self.drafter, k, self.model.vocab_size)
         if c.method == "medusa":
             assert self.medusa is not None
             if self.choices is not None:
                 fixed = [choice for choice in self.choices if len(choice) <= len(self.medusa.heads)]
-                return MedusaProposer(self.medusa, likeliest(fixed, c.k))
-            shape: dict[str, Any] = {"nodes": c.k, "width": c.width or min(c.k, 8), "least": c.least or 0.0}
+                return MedusaProposer(self.medusa, likeliest(fixed, k))
+            shape: dict[str, Any] = {"nodes": k, "width": c.width or min(k, 8), "least": c.least or 0.0}
             if self.packed_head is not None:
                 return NativeMedusaProposer(self.medusa, self.packed_heads, self.packed_head, **shape)
             return MedusaProposer(self.medusa, **shape)
@@ -113,9 +114,9 @@ class Speculator:
             assert self.eagle3 is not None
             if self.embedding is not None:
                 least = 0.25 if c.least is None else c.least
-                return NativeEagle3Proposer(self.eagle3, self.layer, self.embedding, c.k, c.width or 2, c.nodes or 3, least)
+                return NativeEagle3Proposer(self.eagle3, self.layer, self.embedding, k, c.width or 2, c.nodes or 3, least)
             assert self.embed is not None
-            return Eagle3Proposer(self.eagle3, self.embed, c.k, c.width or 4, c.nodes or 24, least=c.least or 0.0)
+            return Eagle3Proposer(self.eagle3, self.embed, k, c.width or 4, c.nodes or 24, least=c.least or 0.0)
         raise KaruiError("speculation is off (method none); there is no proposer to make.")
 
 
