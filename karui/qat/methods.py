@@ -104,3 +104,13 @@ def method(name: str) -> Method:
     if name not in METHODS:
         raise KaruiError(f"unknown quantization method {name!r}; methods: {', '.join(METHODS)}.{nearest(name, METHODS)}")
     return METHODS[name]
+
+
+def check_zeros(name: str, spec: QuantSpec, pruned_by: str) -> None:
+    """Raise `UnsupportedError` where weights on this grid, once found or trained by this method, cannot hold a pruned model's
+    zeros."""
+    known: dict[str, Method | Trained] = {**METHODS, **TRAINED}
+    if name in known and (not known[name].keeps_zeros or spec.format == "binary"):
+        keep = ", ".join(m.name for m in known.values() if m.keeps_zeros)
+        raise UnsupportedError(f"{name} on {spec} moves weights off the zeros that {pruned_by} made; these keep them, on every "
+                               f"grid but w1: {keep}.")

@@ -20,6 +20,7 @@ from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import group_sizes
 from karui.qat.calibration import Block, HiddenStates, block_arguments, check_rows, decoder_of
 from karui.qat.experts import left_alone, unfuse
+from karui.qat.gptq import pruned
 from karui.qat.methods import Method, method
 from karui.qat.store import Store, fingerprint
 from karui.qat.types import LayerReport, MethodConfig, Options, QuantizedModel
@@ -74,6 +75,9 @@ def quantize_loaded(
     if hasattr(module, "prepare_model"):  # methods that fold something into the whole model first
         notes = module.prepare_model(model, config, method_config, seed)
     specs = choose(layers, prefix, spec, options.targets, options.skip, options.overrides)
+    if not chosen.keeps_zeros and (sparse := [n for n in specs if pruned(model.get_parameter(n)) is not None]):
+        log.warning("%d weights are pruned, first %s, and %s fills their zeros; gptq, awq and rtn keep them", len(sparse),
+                    sparse[0], chosen.name)
     rows = _check_rows(rows, chosen, model, specs, layers, prefix)
     facts = {
         "method": chosen.name, "settings": method_config.model_dump(), "spec": str(spec), "seed": seed, "batch": batch,

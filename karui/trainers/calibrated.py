@@ -78,7 +78,7 @@ def calibrate(
     """
     from karui.catalogue import load_tokenizer
     from karui.inference.bundle.export import open_source
-    from karui.qat.methods import method
+    from karui.qat.methods import check_zeros, method
     from karui.qat.run import quantize_loaded
     from karui.qat.types import Options
     from karui.trainers.data import load_samples
@@ -86,6 +86,9 @@ def calibrate(
     chosen = method(how.method)
     if chosen.name == "rotation":
         raise UnsupportedError("rotation unties and rewrites the whole model; export with gptq, awq or autoround instead.")
+    for step in recipe.prepare:
+        if getattr(step, "sparsity", None) is not None:
+            check_zeros(chosen.name, spec, step.method)
     tokenizer = load_tokenizer(source)
     rows = rows_of(load_samples(recipe.data, tokenizer, "train"), how) if chosen.calibrates else None
     probe = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.bundle.reader import open_model
+from karui.trainers.calibrated import Calibration
 from karui.trainers.loop import read_log
 from karui.trainers.pipeline import export_run
 from karui.trainers.run import run_recipe
@@ -80,3 +81,15 @@ def test_a_trained_grid_holds_the_zeros(grid, make_recipe):
     weights = load_file(done.final / "model.safetensors")
     zeros = {n: v == 0 for n, v in weights.items() if n.endswith("proj.weight")}
     assert len(zeros) == 14 and all((z.view(len(z), -1, 4).sum(-1) >= 2).all() for z in zeros.values())
+
+
+def test_an_export_keeps_the_zeros_or_is_refused(make_recipe):
+    recipe = make_recipe(prepare=[{"method": "wanda", "sparsity": 0.5}], optim={"steps": 2})
+    folder = run_recipe(recipe).folder
+    for method, spec in (("autoround", "w4g32"), ("rtn", "w1")):
+        with pytest.raises(UnsupportedError, match=f"{method} on {spec} moves weights off the zeros that wanda made"):
+            export_run(folder, output=folder / method, spec=spec, how=Calibration(method=method, samples=8, length=32))
+        assert not (folder / method).exists()
+    report = export_run(folder, output=folder / "gptq", spec="w4g32", how=Calibration(method="gptq", samples=8, length=32))
+    weights = {n: v for n, v in dict(open_model(report.path).weights()).items() if n.endswith("proj.weight")}
+    assert len(weights) == 14 and all(float((w.dequantize() == 0).float().mean()) >= 0.5 for w in weights.values())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from karui.configs.errors import UnsupportedError
+from karui.qat.methods import check_zeros
 from karui.trainers.stages.base import Stage
 
 
@@ -29,7 +30,9 @@ class PruneStage(Stage):
             raise UnsupportedError("prepare: an adapter is merged into the model it was loaded from, which pruning changes. "
                                    "Prune and heal in one run, then train the adapter on that run's final/.")
         if step.sparsity is not None:
-            _check_grid(self.context.recipe.prepare, step.method)
+            for other in self.context.recipe.prepare:
+                if (spec := getattr(other, "spec", None)) is not None:
+                    check_zeros(other.method, spec, step.method)
         rows = [torch.from_numpy(samples[i].ids.astype("int64")) for i in range(min(step.samples, len(samples)))]
         was_training = model.training
         model.eval()
@@ -61,16 +64,3 @@ class PruneStage(Stage):
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         self.masks = {name: mask.bool() for name, mask in state.items()}
-
-
-def _check_grid(steps: Sequence[Any], method: str) -> None:
-    """Refuse a grid whose weights, once found or trained, cannot hold the zeros."""
-    from karui.qat.methods import METHODS, TRAINED
-
-    known: dict[str, Any] = {**METHODS, **TRAINED}
-    for step in steps:
-        spec = getattr(step, "spec", None)
-        if spec is not None and step.method in known and (not known[step.method].keeps_zeros or spec.format == "binary"):
-            keep = ", ".join(m.name for m in known.values() if m.keeps_zeros)
-            raise UnsupportedError(f"prepare: {step.method} on {spec} moves weights off the zeros that {method} made; these "
-                                   f"keep them, on every grid but w1: {keep}.")
