@@ -31,6 +31,8 @@ MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answe
 WeightMemory = Annotated[
     str | None, typer.Option(help="Bytes for the weights, e.g. 4GiB; layers beyond are read in every step.")
 ]
+Speculate = Annotated[str | None, typer.Option(help="Lossless speculation, e.g. ngram:5.")]
+Beside = Annotated[Path | None, typer.Option(help="A peft LoRA folder, such as a run's final/, applied beside the model.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -198,7 +200,8 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
     seed: Annotated[int, typer.Option()] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    speculate: Annotated[str | None, typer.Option(help="Lossless speculation, e.g. ngram:5.")] = None,
+    adapter: Beside = None,
+    speculate: Speculate = None,
     runner: Runner = "auto",
     device: Device = "auto",
     kv_dtype: KvDtype = None,
@@ -211,7 +214,7 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    answer(model, text, sampling, raw=raw, runner=runner, speculate=speculate,
+    answer(model, text, sampling, raw=raw, adapter=adapter, runner=runner, speculate=speculate,
            **_engine(device, kv_dtype, memory, max_context, weight_memory))
 
 
@@ -221,6 +224,8 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Tokens at most per turn.")] = 512,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    adapter: Beside = None,
+    speculate: Speculate = None,
     runner: Runner = "auto",
     device: Device = "auto",
     kv_dtype: KvDtype = None,
@@ -231,8 +236,8 @@ def chat(
     """Talk with a model; an empty line or Ctrl-D ends it."""
     from karui.trainers.talk import conversation
 
-    conversation(model, {"max_tokens": max_tokens, "temperature": temperature}, system=system, runner=runner,
-                 **_engine(device, kv_dtype, memory, max_context, weight_memory))
+    conversation(model, {"max_tokens": max_tokens, "temperature": temperature}, system=system, adapter=adapter,
+                 runner=runner, speculate=speculate, **_engine(device, kv_dtype, memory, max_context, weight_memory))
 
 
 @app.command("eval")
@@ -376,7 +381,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to bind.")] = 8000,
     name: Annotated[str | None, typer.Option(help="Name clients ask for; default: the folder's.")] = None,
-    speculate: Annotated[str | None, typer.Option(help="Lossless speculation, e.g. ngram:5.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=FOLDER", help="A peft LoRA served under a name of its own; repeatable."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KARUI_API_KEY", help="What clients must send as a bearer token.")
+    ] = None,
+    speculate: Speculate = None,
     runner: Runner = "auto",
     max_sequences: Annotated[int, typer.Option(help="Requests running at once; more wait.")] = 64,
     parallel: Annotated[str | None, typer.Option(help="tensor or pipeline: over the ranks of torchrun.")] = None,
@@ -390,8 +402,9 @@ def serve(
     from karui.inference.server.run import serve_model
 
     given = _engine(device, kv_dtype, memory, max_context, weight_memory) | ({} if parallel is None else {"parallel": parallel})
-    serve_model(model, name=name, host=host, port=port, speculation=speculate, runner=runner, max_sequences=max_sequences,
-                **given)
+    adapters = dict(_pair(item, "--adapter", "maths=runs/lora/final") for item in adapter or ())
+    serve_model(model, name=name, host=host, port=port, api_key=api_key, adapters=adapters, speculation=speculate, runner=runner,
+                max_sequences=max_sequences, **given)
 
 
 @app.command()
@@ -415,13 +428,15 @@ def _settings(items: list[str]) -> dict[str, Any]:
     """KEY=VALUE pairs, values read as YAML (numbers, true, words)."""
     import yaml
 
-    found = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{item!r}: expected key=value, e.g. damp=0.05", param_hint="--set")
-        found[key.strip()] = yaml.safe_load(value)
-    return found
+    return {key: yaml.safe_load(value) for key, value in (_pair(item, "--set", "damp=0.05") for item in items)}
+
+
+def _pair(item: str, option: str, example: str) -> tuple[str, str]:
+    """Both sides of the first equals sign."""
+    key, _, value = item.partition("=")
+    if not key.strip() or not value:
+        raise typer.BadParameter(f"{item!r}: expected KEY=VALUE, e.g. {example}", param_hint=option)
+    return key.strip(), value
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> None:

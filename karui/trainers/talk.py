@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
+
+ADAPTER = "adapter"
 
 
 def answer(
@@ -12,18 +15,18 @@ def answer(
     sampling: dict[str, Any],
     *,
     raw: bool = False,
+    adapter: str | Path | None = None,
     runner: str = "auto",
     speculate: str | None = None,
     show_question: bool = False,
     **options: Any,
 ) -> str:
-    """Stream one answer to standard output and return it; a line with the speed goes to standard error. `options`: of
-    `Engine.load`."""
-    from karui.inference.engine import Engine
+    """Stream one answer to standard output and return it; a line with the speed goes to standard error. `adapter`: a peft folder
+    beside the model; `options`: of `Engine.load`."""
     from karui.inference.requests import SamplingParams
 
     params = SamplingParams(**sampling)
-    engine = Engine.load(model, runner=runner, speculation=speculate, max_sequences=1, **options)
+    engine = _load(model, adapter, runner=runner, speculation=speculate, **options)
     if show_question:
         sys.stdout.write(f"\n> {text}\n")
     chat = not raw and getattr(engine.tokenizer, "chat_template", None)
@@ -32,14 +35,14 @@ def answer(
 
 
 def conversation(
-    model: str, sampling: dict[str, Any], *, system: str | None = None, runner: str = "auto", **options: Any
-) -> None:
+    model: str, sampling: dict[str, Any], *, system: str | None = None, adapter: str | Path | None = None, runner: str = "auto",
+    speculate: str | None = None, **options: Any,
+) -> None:  # fmt: skip
     """Read questions from standard input until an empty line or its end; every answer sees what was said before."""
-    from karui.inference.engine import Engine
     from karui.inference.requests import SamplingParams
 
     params = SamplingParams(**sampling)
-    engine = Engine.load(model, runner=runner, max_sequences=1, **options)
+    engine = _load(model, adapter, runner=runner, speculation=speculate, **options)
     messages = [{"role": "system", "content": system}] if system else []
     sys.stderr.write(f"{model}; an empty line or Ctrl-D ends\n")
     while True:
@@ -53,6 +56,15 @@ def conversation(
         messages.append({"role": "assistant", "content": _stream(engine, engine.encode_chat(messages), params)})
 
 
+def _load(model: str, adapter: str | Path | None, **options: Any) -> Any:
+    from karui.inference.engine import Engine
+
+    engine = Engine.load(model, max_sequences=1, **options)
+    if adapter is not None:
+        engine.load_adapter(ADAPTER, adapter)
+    return engine
+
+
 def _stream(engine: Any, prompt: list[int], params: Any) -> str:
     import time
 
@@ -60,7 +72,8 @@ def _stream(engine: Any, prompt: list[int], params: Any) -> str:
     from karui.inference.requests import Request
 
     parts, count, begin, first = [], 0, time.perf_counter(), 0.0
-    for delta in engine.stream(Request(prompt=prompt, params=params)):
+    adapter = next(iter(engine.adapters), None)
+    for delta in engine.stream(Request(prompt=prompt, params=params, adapter=adapter)):
         if delta.error:
             raise KaruiError(f"the engine stopped: {delta.error}")
         first = first or time.perf_counter()

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from karui.cli import app
 from karui.configs import KaruiError, Recipe
+from karui.configs.errors import UnsupportedError
 from karui.trainers.calibrated import Calibration
 from karui.trainers.compare import compare
 from karui.trainers.pipeline import export_run, run_pipeline
@@ -167,6 +168,34 @@ def test_answer_streams_what_the_engine_generates(tiny_folder, capsys):
     text = answer(str(tiny_folder), "hello", {"max_tokens": 6}, runner="torch")
     assert capsys.readouterr().out == text + "\n"
     assert answer(str(tiny_folder), "hello", {"max_tokens": 6}, runner="torch") == text
+
+
+def test_an_adapter_answers_beside_the_model(finished, tiny_folder, monkeypatch, capsys):
+    """In the terminal, and served under a name of its own, as the engine and peft say it."""
+    from starlette.testclient import TestClient
+
+    from karui.inference.server import run as server
+    from karui.inference.server.app import create_app
+
+    final = finished[2] / "final"
+    plain, adapted = (answer(str(tiny_folder), "what is 3 plus 9", {"max_tokens": 12}, runner="torch", adapter=adapter)
+                      for adapter in (None, final))  # fmt: skip
+    assert adapted != plain
+    asked = {}
+    monkeypatch.setattr(server, "serve", lambda engine, name, **options: asked.update(engine=engine, name=name, **options))
+    command = ["serve", str(tiny_folder), "--runner", "torch", "--name", "base", "--adapter", f"maths={final}"]
+    done = CliRunner().invoke(app, command, env={"KARUI_API_KEY": "secret"})
+    assert done.exit_code == 0 and asked["name"] == "base" and asked["api_key"] == "secret", done.output
+    with TestClient(create_app(asked["engine"], "base")) as client:
+        said = {name: client.post("/v1/chat/completions", json={
+            "model": name, "messages": [{"role": "user", "content": "what is 3 plus 9"}], "max_tokens": 12, "temperature": 0,
+        }).json()["choices"][0]["message"]["content"] for name in ("base", "maths")}  # fmt: skip
+    assert said == {"base": plain, "maths": adapted}
+    with pytest.raises(KaruiError, match="'base' names both the model and an adapter"):
+        server.serve_model(tiny_folder, name="base", adapters={"base": final})
+    with pytest.raises(UnsupportedError, match="several ranks serves no adapters"):
+        server.serve_model(tiny_folder, parallel="tensor", adapters={"maths": final})
+    assert "expected KEY=VALUE, e.g. maths=" in CliRunner().invoke(app, ["serve", str(tiny_folder), "--adapter", "maths"]).output
 
 
 def test_compare_scores_a_model_like_transformers_does(tiny_folder, tmp_path):

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from karui.configs.errors import KaruiError
+from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.server.loop import require_extra
 
 logger = logging.getLogger(__name__)
 
 
 def serve_model(model: str | Path, *, name: str | None = None, host: str = "127.0.0.1", port: int = 8000,
-                api_key: str | None = None, **options: Any) -> None:
-    """Load a bundle, model folder or catalogue name and serve it until interrupted; `options` are those of `Engine.load`."""
+                api_key: str | None = None, adapters: Mapping[str, str | Path] | None = None, **options: Any) -> None:
+    """Load a bundle, model folder or catalogue name and serve it until interrupted.
+
+    Args:
+        adapters: peft LoRA folders by the names that clients ask for; one process only.
+        options: those of `Engine.load`.
+    """
     require_extra()     # before a large model is read in vain
     from karui.inference.engine import Engine
     from karui.inference.server.warm_up import warm_up
 
+    served, adapters = name or Path(str(model)).name, adapters or {}
+    if served in adapters:
+        raise KaruiError(f"serve: {served!r} names both the model and an adapter; choose another name.")
     if options.get("parallel") is not None:
-        _serve_ranks(model, name=name, host=host, port=port, api_key=api_key, **options)
+        if adapters:
+            raise UnsupportedError("a model on several ranks serves no adapters; merge them into models of their own.")
+        _serve_ranks(model, name=served, host=host, port=port, api_key=api_key, **options)
         return
     engine = Engine.load(model, **options)
+    for adapter, folder in adapters.items():
+        engine.load_adapter(adapter, folder)
     warm_up(engine)
-    serve(engine, name or Path(str(model)).name, host=host, port=port, api_key=api_key)
+    serve(engine, served, host=host, port=port, api_key=api_key)
 
 
-def _serve_ranks(model: str | Path, *, name: str | None, host: str, port: int, api_key: str | None, device: str = "auto",
+def _serve_ranks(model: str | Path, *, name: str, host: str, port: int, api_key: str | None, device: str = "auto",
                  **options: Any) -> None:
     """As `serve_model`, on every rank of a script that torchrun started: the first one serves, the others follow."""
     import os
@@ -54,7 +67,7 @@ def _serve_ranks(model: str | Path, *, name: str | None, host: str, port: int, a
             return
         leading = LeadingEngine(engine, group)
         try:
-            serve(leading, name or Path(str(model)).name, host=host, port=port, api_key=api_key)
+            serve(leading, name, host=host, port=port, api_key=api_key)
         finally:
             leading.stop()
     finally:
