@@ -33,6 +33,20 @@ def test_distil_logits(run_shipped):
     assert drafting.stats.num_drafted_tokens > drafting.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize(("name", "override"), [("minitron", "prepare.0.intermediate=64"), ("sparsegpt", "prepare.0.samples=8")])
+def test_a_pruned_student_is_healed_and_exported_as_it_is(name, override, run_shipped):
+    recipe, result = run_shipped(name, override, "optim.steps=12", "optim.lr=2e-3", "export.0.samples=8", "export.0.length=32")
+    (bundle,) = result.bundles
+    metrics = result.run.metrics
+    assert metrics["eval_loss"] < metrics["eval_loss_before"]
+    if name == "minitron":
+        assert json.loads((bundle / "config.json").read_text())["intermediate_size"] == 64
+    else:
+        weights = [v.dequantize() for n, v in dict(open_model(bundle).weights()).items() if n.endswith("proj.weight")]
+        assert len(weights) == 14 and all(float((w == 0).float().mean()) >= 0.5 for w in weights)
+    assert len(Engine.load(bundle, max_context=64).generate(["what is 3 plus 9"])[0].token_ids) > 0
+
+
 def test_distil_on_policy(run_shipped):
     recipe, result = run_shipped("distil-on-policy", "prepare.0.keep_layers=1", "objective.max_new_tokens=8",
                                  "objective.off_policy_first=0.25")

@@ -1,4 +1,5 @@
-"""The hashed prefix index: which block holds the keys of which prefix.
+"""The hashed prefix index: which block holds the keys of which prefix (shared as in SGLang, arXiv 2312.07104, found by hash as in
+vLLM).
 
 A block is named by H(name of the block before it, its tokens), a chain whose start is the namespace (weight version, adapter,
 salt): equal names mean equal everything that the block's keys depend on. Only full blocks of verified tokens are entered.
