@@ -1,5 +1,5 @@
-"""Who runs next: continuous batching (Orca, Yu et al., OSDI 2022) with chunked prefill (Sarathi, arXiv 2308.16369): one token budget
-per step for decodes and prompt chunks alike, preemption by recompute.
+"""Who runs next: continuous batching (Orca, Yu et al., OSDI 2022) with chunked prefill (Sarathi, arXiv 2308.16369). One token
+budget per step for decodes and prompt chunks alike, preemption by recompute.
 
 Each step the running sequences come first, decodes before prompt chunks, then waiting ones are admitted after a look into the
 prefix cache. When a running sequence finds no free block, the last in order gives its blocks back and waits again; its computed

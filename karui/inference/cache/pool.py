@@ -1,5 +1,5 @@
-"""The block pool of paged attention (vLLM, Kwon et al., arXiv 2309.06180, section 4): reference counts, and a free list that forgets
-cached prefixes only when their block is needed (lazy LRU)."""
+"""The block pool of paged attention (vLLM, Kwon et al., arXiv 2309.06180, section 4): reference counts, and a free list that
+forgets cached prefixes only when their block is needed (lazy LRU)."""
 
 from __future__ import annotations
 
