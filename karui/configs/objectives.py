@@ -17,10 +17,18 @@ Divergence = Literal[
 ]
 
 
+class IndexerSection(Section):
+    """Training the indexers of sparse attention (arXiv 2512.02556); see docs/architecture.md."""
+
+    warm_up: float = Field(0.0, ge=0, le=1, description="share of the steps in which only indexers are trained, attention dense")
+    lr_scale: float = Field(10.0, gt=0, description="the indexers' learning rate is optim.lr times this")
+
+
 class SftObjective(Section):
     """Cross entropy of the supervised tokens."""
 
     kind: Literal["sft"] = "sft"
+    indexer: IndexerSection | None = Field(None, description="train the indexers of sparse attention; null: leave them")
     chunk_tokens: int = Field(1024, ge=1, description="supervised tokens whose logits exist at one moment")
 
 
@@ -72,6 +80,7 @@ class DistilObjective(Section):
     align: Literal["ids", "bytes"] = Field("ids", description="bytes: a teacher with another tokenizer")
     features: tuple[FeatureTerm, ...] = ()
     relations: tuple[RelationTerm, ...] = ()
+    indexer: IndexerSection | None = Field(None, description="train the indexers of sparse attention; null: leave them")
     chunk_tokens: int = Field(128, ge=1, description="supervised tokens whose logits exist at one moment")
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,7 +228,8 @@ def restore_optimizer(
         CorruptError: names or shapes do not fit the model.
     """
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    by_name = by_parameter(tensors, {n: p.shape for n, p in trained.items()}, source)
+    later: Collection[str] = getattr(module, "unstarted", tuple)()
+    by_name = by_parameter(tensors, {n: p.shape for n, p in trained.items()}, source, later)
     foreign = type(optimizer).__module__.startswith("bitsandbytes")  # it counts steps in a plain number
     # a fused kernel counts them on the parameter's device, the others on the host
     fused = {id(p) for group in optimizer.param_groups if group.get("fused") or group.get("capturable") for p in group["params"]}
@@ -239,16 +240,16 @@ def restore_optimizer(
 
 
 def by_parameter(
-    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], source: str
+    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], source: str, later: Collection[str] = ()
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's tensors by parameter and kind; see `restore_optimizer`."""
+    """The optimizer's tensors by parameter and kind; see `restore_optimizer`. Those of `later` may be missing."""
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
         if name not in shapes or (kind in _LIKE_ITS_PARAMETER and value.shape != shapes[name]):
             raise CorruptError(f"{source}: optimizer state {key!r} {tuple(value.shape)} fits no trained parameter of this model.")
         by_name.setdefault(name, {})[kind] = value
-    if tensors and (missing := sorted(set(shapes) - set(by_name))):
+    if tensors and (missing := sorted(set(shapes) - set(by_name) - set(later))):
         raise CorruptError(f"{source}: {len(missing)} trained parameters have no optimizer state, first {missing[0]!r}.")
     return by_name
 

@@ -3,7 +3,7 @@
     RMSNorm     keeps its input and one value per row
     gated MLP   keeps gate and up; with an adapter on down_proj not even their product
     experts     on a GPU rows sorted by expert, one product for all of them; frozen ones keep no rows
-    attention   takes q, k, v as projected and rotates them on the way
+    attention   takes q, k, v as projected and rotates them on the way; over chosen keys see `karui.trainers.sparse`
     last layer  after its attention only the rows that carry loss go on: nothing else looks at them
     linear      in bf16 where `run.matmul` asks for it
 
@@ -29,6 +29,7 @@ from karui.kernels.mixture import mixture
 from karui.kernels.rms_norm import rms_norm
 from karui.kernels.swiglu import swiglu
 from karui.trainers.context import context_attention
+from karui.trainers.sparse import install_sparse_attention
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def install_lean_ops(model: nn.Module) -> dict[str, int]:
     done = dict.fromkeys(_KINDS, 0)
     whole: Any = model
     inner: Any = whole.get_base_model() if hasattr(model, "get_base_model") else whole
+    install_sparse_attention(inner)
     layers = getattr(inner.get_decoder(), "layers", []) if hasattr(inner, "get_decoder") else []
     last = layers[-1] if len(layers) else None
     config = getattr(inner, "config", None)

@@ -86,6 +86,8 @@ def spread(recipe: Recipe, accelerator: Accelerator, loss: nn.Module, optimizer_
         _check_half(loss, split)
     if recipe.run.checkpoint == "sharded" and (stage or recipe.objective.kind != "sft"):
         raise UnsupportedError("run.checkpoint sharded is for objective sft without DeepSpeed; leave it at whole.")
+    if (stage or split) and getattr(recipe.objective, "indexer", None) is not None:
+        raise UnsupportedError("objective.indexer is not for parameters that are split over ranks; launch with DDP, or alone.")
     if stage:
         zero.check(recipe, loss, stages)
         if not torch.distributed.is_initialized():

@@ -21,6 +21,9 @@ RECIPES = {
                        {"model_type": "ministral", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
                        "at 512 tokens 0.1 -> 0.1 MB"),
     "upcycle-moe": ([], {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, "per token)"),
+    "sparse-attention": (["prepare.0.rank=32", "prepare.1.top_k=16", "prepare.1.index_heads=24", "prepare.1.index_head_dim=32"],
+                         {"model_type": "deepseek_v32", "kv_lora_rank": 32, "index_topk": 16, "index_n_heads": 24},
+                         "KV cache 192 -> 320 bytes a token"),
     "mla": (["prepare.0.rank=32"], {"model_type": "deepseek_v3", "kv_lora_rank": 32, "qk_rope_head_dim": 16},
             "KV cache 256 -> 192 bytes a token"),
 }

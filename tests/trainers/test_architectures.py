@@ -1,5 +1,5 @@
 """End to end: latent and sparse attention, windows, soft caps, other norms, rotations and fused linears through quantizing, packed training,
-export and the parity gate, on tiny random models; and what is not trained is refused before it starts."""
+export and the parity gate, on tiny random models."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_shipped_recipe_trains_and_exports_it(name, kind, folder_of, rows_file
     assert metrics["eval_loss"] < metrics["eval_loss_before"] and (result.bundles[0] / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "phi3", "olmo3", "gpt_oss", *NEWER])
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma2", "gemma3_text", "phi3", "olmo3", "gpt_oss", *NEWER])
 def test_packed_documents_are_computed_as_transformers_computes_each(kind, folder_of):
     """Longer than the window, values narrower than keys, sinks, caps, scales: the loss and its gradient are those of transformers'
     logits, document by document."""
@@ -209,11 +209,6 @@ def test_levels_of_a_kvquant_cache(folder_of, tmp_path):
         assert 0 < error.mean() < 0.1
     with pytest.raises(UnsupportedError, match="keys rotate interleaved; levels are of keys"):
         make_levels(str(folder_of("ernie4_5")), kv_dtype="kvquant4", calibration=text)
-
-
-def test_what_would_be_trained_wrongly_is_refused(folder_of):
-    with pytest.raises(UnsupportedError, match="sparse attention is not"):
-        load_model(ModelSection(name=str(folder_of("deepseek_v32"))))
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3_text", "phi3", "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere2"])

@@ -11,16 +11,16 @@ from karui.configs.steps.lowprec import LowPrecisionStep
 from karui.configs.steps.prune import PruneStep
 from karui.configs.steps.ptq import PostTrainingStep
 from karui.configs.steps.qat import BitNetStep, EfficientQatStep, LearnedGridStep, LlmQatStep, QatLoraStep
-from karui.configs.steps.reshape import LatentStep, MergeHeadsStep, UpcycleStep, WindowStep
+from karui.configs.steps.reshape import LatentStep, MergeHeadsStep, SparseAttentionStep, UpcycleStep, WindowStep
 
 PrepareStep = Annotated[
-    PruneStep | MergeHeadsStep | WindowStep | UpcycleStep | LatentStep | PostTrainingStep | LearnedGridStep | EfficientQatStep
-    | BitNetStep | LlmQatStep | QatLoraStep | LoraStep | VeraStep | Ia3Step | PromptStep | LowPrecisionStep,
+    PruneStep | MergeHeadsStep | WindowStep | UpcycleStep | LatentStep | SparseAttentionStep | PostTrainingStep | LearnedGridStep
+    | EfficientQatStep | BitNetStep | LlmQatStep | QatLoraStep | LoraStep | VeraStep | Ia3Step | PromptStep | LowPrecisionStep,
     Field(discriminator="method"),
 ]  # fmt: skip
 
 __all__ = [
     "BitNetStep", "EfficientQatStep", "Ia3Step", "LatentStep", "LearnedGridStep", "LlmQatStep", "LoraStep", "LowPrecisionStep",
-    "MergeHeadsStep", "PostTrainingStep", "PrepareStep", "PromptStep", "PruneStep", "QatLoraStep", "UpcycleStep", "VeraStep",
-    "WindowStep",
+    "MergeHeadsStep", "PostTrainingStep", "PrepareStep", "PromptStep", "PruneStep", "QatLoraStep", "SparseAttentionStep",
+    "UpcycleStep", "VeraStep", "WindowStep",
 ]  # fmt: skip

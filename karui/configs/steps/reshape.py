@@ -53,3 +53,16 @@ class LatentStep(Section):
     rank: int = Field(ge=2, description="width of the cached latent, one of it constant")
     rope_dims: int | None = Field(None, ge=2, description="width of the rotated key that all heads share; none: a head's")
     samples: int = Field(64, ge=1, description="training samples that calibrate it")
+
+
+class SparseAttentionStep(Section):
+    """An indexer that picks the keys a token of latent attention attends to; see `karui.distill.reshape.sparse`."""
+
+    method: Literal["sparse-attention"]
+    top_k: int = Field(ge=1, description="keys a token attends to; shorter texts are read as before")
+    index_heads: int = Field(4, ge=1, description="heads of the indexer's queries")
+    index_head_dim: int = Field(64, ge=2, description="width of the indexer's key, cached per token; at least the rotated key's")
+    query_rank: int | None = Field(None, ge=2, description="width of the queries' latent, one of it constant, where the model "
+                                   "has none; null: the hidden size")
+    start: Literal["attention", "random"] = Field("attention", description="the indexer's heads: the attention's, or drawn")
+    samples: int = Field(64, ge=1, description="training samples that calibrate it")

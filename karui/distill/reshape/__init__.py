@@ -4,6 +4,7 @@
     window     local layers between global ones
     upcycle    a mixture of experts from copies of the feed-forward layers
     latent     multi-head latent attention in place of grouped heads
+    sparse     an indexer over it that picks the keys a token attends to
 
 Each is two functions: `plan` gives the new configuration from the old one alone, so that a dry run can refuse it or count with
 it; `convert` gives the new model. Nothing is trained here: what a change costs is healed by the training that follows. The result
@@ -104,6 +105,7 @@ def size_of(config: Any) -> Size:
     layers = config.num_hidden_layers
     latent = getattr(config, "kv_lora_rank", None)
     each = latent + config.qk_rope_head_dim if latent else 2 * config.num_key_value_heads * head_dim(config)
+    each += getattr(config, "index_head_dim", 0)  # an indexer's keys
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None) or (["sliding_attention" if window else "full_attention"] * layers)
     local = sum(k == "sliding_attention" for k in kinds) if window else 0

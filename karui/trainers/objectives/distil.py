@@ -210,12 +210,12 @@ def _layers(model: nn.Module) -> nn.ModuleList:
     return model.get_decoder().layers  # type: ignore[operator]
 
 
-def make(setup: Setup) -> Distil:
+def make(setup: Setup, kind: type[Distil] = Distil) -> Distil:
     """The objective of a prepared run, its cache filled; on several ranks the first fills it and the others read."""
     from accelerate import PartialState
 
     kept = next((tuple(stage.kept_layers) for stage in setup.stages if hasattr(stage, "kept_layers")), ())
-    made = Distil(setup.recipe, setup.model, setup.tokenizer, kept)
+    made = kind(setup.recipe, setup.model, setup.tokenizer, kept)
     if made.section.cache is not None:
         state = PartialState()
         with state.main_process_first():

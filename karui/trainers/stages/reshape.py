@@ -17,6 +17,7 @@ _METHODS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "sliding-window": ("window", ("window", "every"), ()),
     "upcycle-moe": ("upcycle", ("experts", "top_k", "split"), ("router_std",)),
     "mla": ("latent", ("rank", "rope_dims"), ()),
+    "sparse-attention": ("sparse", ("top_k", "index_heads", "index_head_dim", "query_rank"), ("start",)),
 }
 
 
@@ -43,9 +44,9 @@ class ReshapeStage(Stage):
         _, self.told = self.plan(step, recipe, model.config)
         module, keys, more = _METHODS[step.method]
         given: dict[str, Any] = {k: getattr(step, k) for k in (*keys, *more)}
-        if step.method == "upcycle-moe":
+        if step.method in ("upcycle-moe", "sparse-attention"):
             given["seed"] = recipe.run.seed
-        if step.method == "mla":
+        if step.method in ("mla", "sparse-attention"):
             given["rows"] = [torch.from_numpy(samples[i].ids.astype("int64")) for i in range(min(step.samples, len(samples)))]
         was_training = model.training
         changed: Any = importlib.import_module(f"karui.distill.reshape.{module}").convert(model.eval(), **given)
