@@ -74,6 +74,38 @@ class DataSection(Section):
         "For sets larger than memory on a slow disk")
 
 
+class MoeSection(Section):
+    """How a mixture of experts is kept balanced while it is trained: losses beside the objective's, or a bias. All of them are of
+    the whole update, however it was cut."""
+
+    balance: Literal["none", "switch", "sequence", "bias"] = Field(
+        "none", description="switch: a loss over the update (arXiv 2101.03961); sequence: over each document (DeepSeek-V3, "
+        "2412.19437); bias: no loss, the routers' correction bias is moved (2408.15664), where the model has one")
+    weight: float | None = Field(
+        None, ge=0, description="of the loss, which is added up over layers; null: switch 0.01, sequence 0.0001, and beside bias "
+        "no loss (a weight there is of sequence's)")
+    speed: float = Field(0.001, gt=0, description="bias: what it moves with each update")
+    z_loss: float = Field(0.0, ge=0, description="weight of the router z-loss (arXiv 2202.08906, which takes 0.001)")
+
+    @model_validator(mode="after")
+    def _fits(self) -> MoeSection:
+        if self.balance == "none" and self.weight is not None:
+            raise ValueError("weight belongs to balance: switch, sequence or bias")
+        if self.balance != "bias" and self.speed != 0.001:
+            raise ValueError("speed belongs to balance: bias")
+        return self
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is asked for."""
+        return self.balance != "none" or self.z_loss > 0
+
+    @property
+    def loss_weight(self) -> float:
+        """Of the balancing loss."""
+        return {"none": 0.0, "switch": 0.01, "sequence": 1e-4, "bias": 0.0}[self.balance] if self.weight is None else self.weight
+
+
 class OptimSection(Section):
     """How it is minimised. Batches are counted in samples per optimizer step over all ranks."""
 
@@ -161,13 +193,14 @@ class EvalSection(Section):
 
 
 class Recipe(Section):
-    """One whole run: model -> data -> prepare -> objective -> optim -> run -> track -> export -> eval."""
+    """One whole run: model -> data -> prepare -> objective -> moe -> optim -> run -> track -> export -> eval."""
 
     name: str = "run"
     model: ModelSection
     data: DataSection
     prepare: tuple[PrepareStep, ...] = ()
     objective: ObjectiveSection = SftObjective()
+    moe: MoeSection = MoeSection()
     optim: OptimSection = OptimSection()
     run: RunSection = RunSection()
     track: TrackSection = TrackSection()

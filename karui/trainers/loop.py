@@ -141,13 +141,13 @@ class Loop:
         epoch = self.loader(state.step)[0]
         micros = objective.batches(state.step, lambda at: self.loader(at)[1])
         gradient = accumulate(self.accelerator, self.module, micros, self.optimizer, sharing=recipe.run.context_parallel)
-        objective.after_backward()
         faults = [fault for stage in self.stages for fault in stage.faults()]
         usable = math.isfinite(gradient.loss) and not faults
         norm = update(self.accelerator, self.optimizer, recipe.optim.clip, usable=usable)
         finite = usable and math.isfinite(norm)
         for stage in self.stages:
             stage.after_step(skipped=not finite)
+        loads = objective.routers.finish(self.accelerator, skipped=not finite) if objective.routers is not None else {}
         state.step += 1
         state.tokens += gradient.num_tokens
         state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
@@ -166,6 +166,7 @@ class Loop:
             "memory_bytes": memory_bytes(),
             "skipped": not finite,
             **objective.metrics(),
+            **loads,
         }
         self.last = values
         self._write(values)

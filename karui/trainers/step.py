@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from karui.trainers.balance import counted_tokens
 from karui.trainers.data import PackedBatch
 from karui.trainers.sharding import whole
 from karui.trainers.zero import ZeroOptimizer
@@ -49,11 +50,14 @@ def accumulate(
         sharing: ranks that have the same micro-batches, each computing a part of them.
     """
     device = accelerator.device
-    counts = torch.tensor([sum(b.num_supervised for b in micros), sum(b.num_tokens for b in micros if b.num_samples)],
-                          dtype=torch.int64, device=device)
+    routers = getattr(accelerator.unwrap_model(module), "routers", None)
+    counts = torch.tensor([sum(b.num_supervised for b in micros), sum(b.num_tokens for b in micros if b.num_samples),
+                           sum(map(counted_tokens, micros)) if routers is not None else 0], dtype=torch.int64, device=device)
     counts = accelerator.reduce(counts, "sum")
     supervised, tokens = int(counts[0]) // sharing, int(counts[1]) // sharing
     factor = accelerator.num_processes / max(1, supervised)
+    if routers is not None:
+        routers.begin(supervised, int(counts[2]) // sharing)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for at, batch in enumerate(micros):
         batch = batch.to(device)

@@ -19,6 +19,8 @@ class PruneStep(Section):
     kv_heads: int | None = Field(None, ge=1, description="prune-width: groups of heads left in each layer")
     hidden: int | None = Field(None, ge=1, description="prune-width: channels of the residual stream left")
     keep_experts: int | None = Field(None, ge=1, description="prune-experts: experts left in each mixture")
+    by: Literal["score", "count", "random"] = Field(
+        "score", description="prune-experts: keep those of most router mass times size, those that most tokens are sent to, any")
     sparsity: float | str | None = Field(None, description="sparsegpt, wanda, magnitude: a share of zeros, or n:m")
     samples: int = Field(64, ge=1, description="training samples that calibrate it")
 
@@ -31,6 +33,8 @@ class PruneStep(Section):
             raise ValueError(f"{self.method} needs {' or '.join(needed)}")
         if self.choice != "uniform" and self.method != "prune-layers":
             raise ValueError(f"choice: {self.choice} does not belong to {self.method}")
+        if self.by != "score" and self.method != "prune-experts":
+            raise ValueError(f"by: {self.by} does not belong to {self.method}")
         foreign = [k for keys in own.values() for k in keys if k not in needed and getattr(self, k) is not None]
         if foreign:
             raise ValueError(f"{', '.join(foreign)} does not belong to {self.method}")

@@ -1,31 +1,37 @@
 """Mixtures of experts: keep the experts that the router really uses (after Lu et al., "Not All Experts are Equal",
 arXiv 2402.14800, and MoE-Pruner, arXiv 2410.12013).
 
-Importance of an expert is the router's probability for it, added up over the calibration tokens that were sent to it, times
-the L2 norm of its down projection, which stands for how large its answers are. All layers keep the same number, because the
-configuration has one number for all.
+    score    the router's probability of an expert, added up over the calibration tokens that were sent to it, times the L2 norm
+             of its down projection, which stands for how large its answers are
+    count    how many calibration tokens were sent to it: the least used go
+    random   a draw, to compare with
+
+All layers keep the same number, because the configuration has one number for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from karui.configs.errors import KaruiError, UnsupportedError
+from karui.distill.balance import counts
 from karui.distill.prune import Pruned, decoder, forward
+from karui.distill.routers import Routed, bias_of, find_routers, watching
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def prune_experts(model: nn.Module, rows: Sequence[torch.Tensor], keep: int) -> Pruned:
-    """Leave `keep` experts in every mixture layer.
+def prune_experts(model: nn.Module, rows: Sequence[torch.Tensor], keep: int, by: Literal["score", "count", "random"] = "score",
+                  seed: int = 0) -> Pruned:
+    """Leave `keep` experts in every mixture layer, those of most `by`; `seed` draws the random ones.
 
     Raises:
         UnsupportedError: no mixture layer with stacked experts and a router that is one matrix; experts in groups.
-        KaruiError: fewer experts than a token is sent to, or nothing to drop.
+        KaruiError: fewer experts than a token is sent to, nothing to drop, or an unknown choice.
     """
     blocks = mixtures(model)
     config: Any = model.config
@@ -36,12 +42,17 @@ def prune_experts(model: nn.Module, rows: Sequence[torch.Tensor], keep: int) -> 
     active = int(getattr(config, "num_experts_per_tok", 1))
     if not active <= keep < have:
         raise KaruiError(f"prune: keep_experts is {keep}; expected {active} (experts per token) to {have - 1}.")
-    mass = router_mass(model, rows)
+    if by not in ("score", "count", "random"):
+        raise KaruiError(f"prune: experts by {by!r} are not known; valid: score, count, random.")
+    use = router_use(model, rows)
+    draw = torch.Generator().manual_seed(seed)
     kept, lines = {}, []
     for name, block in blocks:
+        mass, count = use[name]
         size = block.experts.down_proj.detach().float().flatten(1).norm(dim=1).cpu().double()
-        kept[name] = torch.argsort(mass[name] * size, descending=True, stable=True)[:keep].sort().values
-        share = 100 * mass[name][kept[name]].sum() / mass[name].sum()
+        worth = {"score": mass * size, "count": count, "random": torch.rand(have, generator=draw)}[by]
+        kept[name] = torch.argsort(worth, descending=True, stable=True)[:keep].sort().values
+        share = 100 * mass[kept[name]].sum() / mass.sum()
         lines.append(f"{name}: experts {kept[name].tolist()} of {have}, {share:.1f} % of the router's mass")
     keep_experts(model, kept)
     return Pruned(kept_layers=tuple(range(len(decoder(model).layers))), lines=tuple(lines))
@@ -55,8 +66,9 @@ def keep_experts(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
         chosen, keep = kept[name].to(block.gate.weight.device), len(kept[name])
         for owner, key in ((block.experts, "gate_up_proj"), (block.experts, "down_proj"), (block.gate, "weight")):
             setattr(owner, key, nn.Parameter(getattr(owner, key).detach()[chosen].contiguous()))
-        if (bias := getattr(block.gate, "e_score_correction_bias", None)) is not None:
-            bias.data = bias.data[chosen]
+        if (held := bias_of(block)) is not None:
+            bias = getattr(*held)
+            bias.data = bias.data[..., chosen].contiguous()
         for owner in (block, block.gate, block.experts, config):
             for key in ("num_experts", *_COUNTS):
                 if isinstance(getattr(owner, key, None), int):
@@ -76,28 +88,30 @@ def mixtures(model: nn.Module) -> list[tuple[str, Any]]:
 
 @torch.no_grad()
 def router_mass(model: nn.Module, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Per mixture block [E]: the router's probabilities of the chosen experts, added up over tokens."""
-    mass: dict[str, torch.Tensor] = {}
-    active = int(getattr(model.config, "num_experts_per_tok", 1))
-    handles = []
+    """Per mixture block [E]: the router's scores (probabilities, or sigmoids) of the chosen experts, added up over tokens."""
+    return {name: mass for name, (mass, _) in router_use(model, rows).items()}
 
-    def watch(name: str, gate: Any) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            logits = args[0].reshape(-1, args[0].shape[-1]).float() @ gate.weight.float().T
-            bias = getattr(gate, "e_score_correction_bias", None)  # DeepSeek-V3: chosen by sigmoid and bias, weighed by sigmoid
-            scores = logits.softmax(-1) if bias is None else logits.sigmoid()
-            best = (scores if bias is None else scores + bias.float()).topk(active, dim=-1).indices
-            seen = torch.zeros(gate.weight.shape[0], dtype=torch.float64)
-            seen.index_add_(0, best.flatten().cpu(), scores.gather(-1, best).flatten().double().cpu())
-            mass[name] = mass[name] + seen if name in mass else seen
 
-        return hook
+@torch.no_grad()
+def router_use(model: nn.Module, rows: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Per mixture block: `router_mass`, and [E] how many tokens were sent to each expert; float64, on the host.
 
-    for name, block in mixtures(model):
-        handles.append(block.gate.register_forward_pre_hook(watch(name, block.gate)))
-    try:
+    Raises:
+        UnsupportedError: routers of a kind that is not known.
+    """
+    names = [name for name, _ in mixtures(model)]
+    routers = [r for r in find_routers(model) if r.name in names]
+    if len(routers) < len(names):
+        raise UnsupportedError(f"prune: the routers of a {type(model).__name__} are not laid out as in transformers' newer "
+                               "mixtures (logits, weights, indices).")
+    seen: list[list[Routed]] = [[] for _ in routers]
+    with watching(routers, seen):
         forward(model, rows)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return mass
+    found = {}
+    for router, given in zip(routers, seen):
+        logits, indices = (torch.cat(parts).cpu() for parts in zip(*given))
+        scores = logits.float().sigmoid() if router.sigmoid else logits.float().softmax(-1)
+        mass = torch.zeros(router.experts, dtype=torch.float64)
+        mass.index_add_(0, indices.flatten(), scores.gather(-1, indices).flatten().double())
+        found[router.name] = (mass, counts(indices, router.experts).double())
+    return found

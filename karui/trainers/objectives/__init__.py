@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 def make_objective(setup: Setup) -> LossSum:
-    """The recipe's objective around a prepared model."""
-    from karui.trainers.objectives.indexed import leave_alone
-    from karui.trainers.objectives.indexed import make as make_indexed
+    """The recipe's objective around a prepared model, watching the routers of a mixture."""
+    from karui.trainers.balance import watch
 
+    made = _make(setup)
+    watch(setup.recipe, made)
+    return made
+
+
+def _make(setup: Setup) -> LossSum:
     section = setup.recipe.objective
-    if getattr(section, "indexer", None) is not None:
-        return make_indexed(setup)
-    leave_alone(setup.model)
     if isinstance(section, DistilObjective):
         from karui.trainers.objectives.distil import make
 

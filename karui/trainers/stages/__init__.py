@@ -22,11 +22,11 @@ from karui.configs.steps import (
     PromptStep,
     PruneStep,
     QatLoraStep,
-    SparseAttentionStep,
     UpcycleStep,
     VeraStep,
     WindowStep,
 )  # fmt: skip
+from karui.trainers import balance
 from karui.trainers.stages.base import Context, Stage
 
 _STAGES: dict[type[Section], str] = {
@@ -35,7 +35,6 @@ _STAGES: dict[type[Section], str] = {
     WindowStep: "reshape:ReshapeStage",
     UpcycleStep: "reshape:ReshapeStage",
     LatentStep: "reshape:ReshapeStage",
-    SparseAttentionStep: "reshape:ReshapeStage",
     PostTrainingStep: "ptq:PostTrainingStage",
     LearnedGridStep: "qat:LearnedGridStage",
     EfficientQatStep: "qat:EfficientQatStage",
@@ -66,9 +65,7 @@ def planned(recipe: Recipe, config: Any) -> tuple[Any, list[str]]:
     for step in recipe.prepare:
         config, told = stage_class(step).plan(step, recipe, config)
         lines += told
-    if getattr(recipe.objective, "indexer", None) is not None and not hasattr(config, "index_topk"):
-        raise KaruiError(f"objective.indexer: a model of type {config.model_type!r} has no indexer; add "
-                         "{method: sparse-attention} to prepare.")
+    balance.check(recipe, config)
     return config, lines
 
 

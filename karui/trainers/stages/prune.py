@@ -41,7 +41,7 @@ class PruneStage(Stage):
         elif step.method == "prune-width":
             self.done = prune_width(model, rows, intermediate=step.intermediate, kv_heads=step.kv_heads, hidden=step.hidden)
         elif step.method == "prune-experts":
-            self.done = prune_experts(model, rows, step.keep_experts)
+            self.done = prune_experts(model, rows, step.keep_experts, step.by, self.context.recipe.run.seed)
         else:
             self.done = prune_sparse(model, rows, step.sparsity, step.method)
         self.kept_layers = self.done.kept_layers
