@@ -1,7 +1,7 @@
 """Native CPU kernels: C++17, compiled on first use, called through ctypes. No dependency on torch's ABI and no OpenMP.
 
     available()          whether they can serve (compiles them on the first call); `unavailable()` says why not
-    load(isa)            the `Library` for an instruction set; KARUI_ISA=avx512|avx2|generic forces one
+    load(isa)            the `Library` for an instruction set; KARUI_ISA=avx512|avx2|neon|generic forces one
     pack, linear         a weight in the kernels' layout, and one product with it
     argmax, top_k        over rows of logits
     sample               one token per row of logits

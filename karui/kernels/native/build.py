@@ -7,6 +7,7 @@ the file appears under its name only when complete.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import logging
@@ -14,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -23,24 +25,32 @@ from karui.configs.errors import KaruiError
 log = logging.getLogger(__name__)
 
 SOURCES = ("model.cpp", "mixture.h", "rounds.h", "draft.h", "medusa.h", "attention.h", "kivi.h", "ops.h", "sampling.h", "gemm.h",
-           "tiles.h", "simd.h", "weights.h", "threads.h", "spill.h")
+           "tiles.h", "simd.h", "neon.h", "weights.h", "threads.h", "spill.h")
 LOWBIT = ("lowbit.cpp",)
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
-# Per instruction set: what the CPU must have (names of /proc/cpuinfo) and the compiler's flags. Best first.
+# Per instruction set: what the CPU must have, see `_cpu`, and the compiler's flags. Best first.
 _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx512": (("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"),
                ("-DKARUI_AVX512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c")),
     "avx2": (("avx2", "fma", "f16c"), ("-DKARUI_AVX2", "-mavx2", "-mfma", "-mf16c")),
+    "neon": (("asimddp",), ("-DKARUI_NEON", "-march=armv8.2-a+dotprod")),
     "generic": ((), ()),
 }
 # Flags of an instruction set for what only some of its CPUs have, and compilers of some years ago do not know.
 _EXTRAS = {"avx512": {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16",
                       "amx_int8": "-mamx-int8"}}
 
+_AT_HWCAP, _HWCAP_ASIMDDP = 16, 1 << 20  # <elf.h>, <asm/hwcap.h>
+
 
 @cache
 def _cpu() -> frozenset[str]:
-    """What /proc/cpuinfo says the CPU has."""
+    """What the CPU has, in the names of /proc/cpuinfo; of a 64-bit ARM whether it multiplies bytes (`asimddp`)."""
+    if platform.machine() in ("aarch64", "arm64"):
+        # every Mac of this kind has it
+        there = sys.platform == "darwin" or (
+            sys.platform == "linux" and ctypes.CDLL(None).getauxval(ctypes.c_ulong(_AT_HWCAP)) & _HWCAP_ASIMDDP)
+        return frozenset(("asimddp",) if there else ())
     if platform.machine() in ("x86_64", "AMD64") and Path("/proc/cpuinfo").exists():
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("flags"):

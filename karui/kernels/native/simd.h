@@ -1,6 +1,6 @@
 // The few vector operations every kernel is written in, once per instruction set.
 //
-// W is the number of float lanes: 16 (AVX-512 with VNNI) or 8 (AVX2+FMA+F16C, and the plain C++ fallback).
+// W is the number of float lanes: 16 (AVX-512 with VNNI) or 8 (AVX2+FMA+F16C, NEON in neon.h, and the plain C++ fallback).
 //   V  W floats        I  W int32        U  4*W bytes, read as W groups of four bytes
 // Every kernel uses these operations in one fixed order, so that a result does not depend on which tile size, thread or
 // batch computed it. The instruction sets may differ from each other in the last bit (the fallback has no fused
@@ -252,6 +252,9 @@ template <> struct Dot<HALVES> {
     }
     INLINE I close(I total, P p) { return _mm256_add_epi32(total, _mm256_madd_epi16(p, _mm256_set1_epi16(1))); }
 };
+
+#elif defined(KARUI_NEON)
+#include "neon.h"
 
 #else  // plain C++ (GCC and clang vector extensions)
 

@@ -19,10 +19,10 @@ from karui.configs.errors import KaruiError
 from karui.kernels.native.build import build, chosen_isa
 
 log = logging.getLogger(__name__)
-SOURCES = ("train.cpp", "sgemm.h", "tiles.h", "parallel.h", "simd.h")
+SOURCES = ("train.cpp", "sgemm.h", "tiles.h", "parallel.h", "simd.h", "neon.h")
 SMALLEST = 1 << 13  # values of b below which a product is left to torch
 Operands = Literal["fp32", "bf16", "bf16x3"]
-LANES = {"avx512": 16, "avx2": 8, "generic": 8}
+LANES = {"avx512": 16, "avx2": 8, "neon": 8, "generic": 8}
 
 
 class _Matrix(C.Structure):
