@@ -141,6 +141,7 @@ class Loop:
         epoch = self.loader(state.step)[0]
         micros = objective.batches(state.step, lambda at: self.loader(at)[1])
         gradient = accumulate(self.accelerator, self.module, micros, self.optimizer, sharing=recipe.run.context_parallel)
+        objective.after_backward()
         faults = [fault for stage in self.stages for fault in stage.faults()]
         usable = math.isfinite(gradient.loss) and not faults
         norm = update(self.accelerator, self.optimizer, recipe.optim.clip, usable=usable)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from karui.trainers.compact import compact
 from karui.trainers.context import ContextGroup, context_attention, split
 from karui.trainers.data import IGNORE, PackedBatch
 from karui.trainers.lean import check_context, install_lean_ops, keeps_rows, window_of
+from karui.trainers.sparse import indexers, install_sparse_attention
 
 if TYPE_CHECKING:
     from karui.trainers.balance import Routers
@@ -60,17 +62,16 @@ def load_model(section: ModelSection) -> nn.Module:
     except (OSError, ValueError) as error:
         raise KaruiError(f"model {section.name!r} at {folder} cannot be loaded: {error}") from error
     check_supported(model)
+    install_sparse_attention(model)
     return model
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raise `UnsupportedError` for what would be trained wrongly: a head with a bias, attention with an indexer."""
+    """Raise `UnsupportedError` for what would be trained wrongly: a head with a bias."""
     config: Any = model.config
     logit_scale(config)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:  # type: ignore[operator]
         raise UnsupportedError(f"model type {config.model_type}: an output head with a bias is not supported in training.")
-    if any(hasattr(module, "indexer") for module in model.modules()):
-        raise UnsupportedError(f"model type {config.model_type}: sparse attention is not supported in training.")
 
 
 def register_attention() -> None:
@@ -127,10 +128,13 @@ class LossSum(nn.Module):
         context: the ranks that share a batch, set by a run with `run.context_parallel`; the loss is then of this rank's rows.
         routers: of a mixture of experts, set by `karui.trainers.balance`.
         every_row: in training every row goes through every layer, also those that no loss depends on, which balancing counts.
+        extra: keyword arguments of the body's next call.
         softcap: of the logits, None without one.
+        sparse: the model has sparse attention.
     """
 
     context: ContextGroup | None = None
+    extra: Mapping[str, Any] = MappingProxyType({})
     routers: Routers | None = None
     every_row = False
 
@@ -139,6 +143,7 @@ class LossSum(nn.Module):
         self.model = model
         self.chunk = chunk
         self.softcap = logit_softcap(base_model(model).config)
+        self.sparse = bool(indexers(model))
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor
@@ -146,7 +151,7 @@ class LossSum(nn.Module):
         if self.context is not None:
             tokens, positions, cu_seqlens, targets, rows = split(self.context, tokens, positions, cu_seqlens, targets)
             return self._loss(tokens, positions, cu_seqlens, targets, {"context_rows": rows})
-        if self.every_row and self.training:
+        if self.sparse or (self.every_row and self.training):  # sparse: keys are chosen document by document
             return self._loss(tokens, positions, cu_seqlens, targets, {})
         row = compact(tokens, positions, cu_seqlens, targets)
         extra = {"shared_prefix": True} if row.shared else {}
@@ -174,7 +179,7 @@ class LossSum(nn.Module):
                                    "on; leave it out for this model.")
         body = base_model(self.model).get_decoder()  # type: ignore[operator]
         out = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False,
-                   **documents_of(body, cu_seqlens), **kwargs)
+                   **documents_of(body, cu_seqlens), **self.extra, **kwargs)
         return scaled(out.last_hidden_state.squeeze(0), body.config)
 
     def of(self, batch: PackedBatch) -> torch.Tensor:
@@ -189,6 +194,17 @@ class LossSum(nn.Module):
     def batches(self, step: int, plan: Callable[[int], list[PackedBatch]]) -> list[PackedBatch]:
         """This rank's micro-batches of a step; `plan` gives those of the data for any step of the run."""
         return plan(step)
+
+    def after_backward(self) -> None:
+        """Called when the step's gradient is there, before it is clipped and used."""
+
+    def unstarted(self) -> set[str]:
+        """Names of trained parameters that may have no optimizer state yet in a checkpoint."""
+        return set()
+
+    def param_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The optimizer's groups, see `Stage.param_groups`; before the stages'."""
+        return groups
 
     def metrics(self) -> dict[str, float]:
         """Figures of the step on this rank for the log."""

@@ -331,6 +331,8 @@ def make_optimizer(recipe: Recipe, module: Any, stages: Sequence[Stage] = ()) ->
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": recipe.optim.weight_decay, "lr_scale": 1.0},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
+    if hasattr(module, "param_groups"):
+        groups = module.param_groups(groups)
     for stage in stages:
         groups = stage.param_groups(module, groups)
     optim = recipe.optim

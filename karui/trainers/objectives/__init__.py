@@ -25,7 +25,13 @@ def make_objective(setup: Setup) -> LossSum:
 
 
 def _make(setup: Setup) -> LossSum:
+    from karui.trainers.objectives.indexed import leave_alone
+    from karui.trainers.objectives.indexed import make as make_indexed
+
     section = setup.recipe.objective
+    if getattr(section, "indexer", None) is not None:
+        return make_indexed(setup)
+    leave_alone(setup.model)
     if isinstance(section, DistilObjective):
         from karui.trainers.objectives.distil import make
 

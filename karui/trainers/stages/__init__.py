@@ -22,6 +22,7 @@ from karui.configs.steps import (
     PromptStep,
     PruneStep,
     QatLoraStep,
+    SparseAttentionStep,
     UpcycleStep,
     VeraStep,
     WindowStep,
@@ -35,6 +36,7 @@ _STAGES: dict[type[Section], str] = {
     WindowStep: "reshape:ReshapeStage",
     UpcycleStep: "reshape:ReshapeStage",
     LatentStep: "reshape:ReshapeStage",
+    SparseAttentionStep: "reshape:ReshapeStage",
     PostTrainingStep: "ptq:PostTrainingStage",
     LearnedGridStep: "qat:LearnedGridStage",
     EfficientQatStep: "qat:EfficientQatStage",
@@ -65,6 +67,9 @@ def planned(recipe: Recipe, config: Any) -> tuple[Any, list[str]]:
     for step in recipe.prepare:
         config, told = stage_class(step).plan(step, recipe, config)
         lines += told
+    if getattr(recipe.objective, "indexer", None) is not None and not hasattr(config, "index_topk"):
+        raise KaruiError(f"objective.indexer: a model of type {config.model_type!r} has no indexer; add "
+                         "{method: sparse-attention} to prepare.")
     balance.check(recipe, config)
     return config, lines
 
