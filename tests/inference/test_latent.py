@@ -398,7 +398,7 @@ def test_other_runners_and_odd_configs_are_refused():
     model, config, weights = made("v32")
     assert "latent attention" in config.beyond_llama and unsuited(config, torch.device("cpu"))
     native = pytest.importorskip("karui.inference.models.native")
-    with pytest.raises(UnsupportedError, match="no latent attention"):
+    with pytest.raises(UnsupportedError, match="no sparse attention"):
         native.NativeRunner(config, weights)
     hf = model.config.to_dict()
     for changes, said in ((dict(num_key_value_heads=2), "2 key heads for 6 heads"), (dict(q_lora_rank=None), "needs q_lora_rank"),

@@ -19,8 +19,7 @@ from tests.inference.test_decoder import batch_of
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler")
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")  # in test_end_to_end.py
 CASES = {name: case for name, case in (test_decoder.CASES | test_newer_families.CASES).items() if case[0] not in LLAMAS}
-LACKING = {"granitemoeshared": "shared feed-forward layer", "granitemoeshared-none": "", "glm4_moe": "experts in groups",
-           "glm4_moe_lite": "latent attention",
+LACKING = {"granitemoeshared": "shared feed-forward layer", "granitemoeshared-none": "",
            "hunyuan": "norms behind the rotation", "hunyuan-alpha": "norms behind the rotation", "cohere": "centred norms, parallel layers",
            "cohere-biased": "centred norms, parallel layers", "cohere2": "centred norms, parallel layers"}
 RUN = [name for name in CASES if not LACKING.get(name)]

@@ -28,6 +28,7 @@ from karui.inference.batch import Ahead, Gained, StepBatch, StepOutput
 from karui.inference.cache import kivi
 from karui.inference.cache.groups import LayerGroups, groups_of
 from karui.inference.cache.kv import DTYPES, staged_bytes_per_token
+from karui.inference.models.config import Latent as LatentConfig
 from karui.inference.models.config import ModelConfig
 from karui.inference.models.decoder import LoraWeights
 from karui.inference.models.rope import cos_sin, halves, inverse_frequencies, kind_of
@@ -39,9 +40,12 @@ from karui.kernels.native.kivi import UNIT, to_rows, to_units
 from karui.kernels.native.library import (
     ACTIVATIONS,
     CACHE_TYPES,
+    LATENT_TARGETS,
+    NUM_TARGETS,
     TARGETS,
     Batch,
     Config,
+    Latent,
     Layer,
     Linear,
     Lora,
@@ -52,7 +56,7 @@ from karui.kernels.native.library import (
     load,
 )
 from karui.kernels.native.spill import BUFFERS, SpillFile
-from karui.kernels.native.weights import Packed, pack
+from karui.kernels.native.weights import Across, Packed, pack, pack_across
 from karui.kernels.qtensor import QTensor
 
 log = logging.getLogger(__name__)
@@ -69,11 +73,12 @@ def _lacking(config: ModelConfig) -> str:
     """What of this model the native kernels do not compute, or an empty string."""
     experts = config.mixture
     parts = {
-        "recurrent layers": config.recurrent, "latent attention": config.latent, "centred norms": config.centred,
+        "recurrent layers": config.recurrent, "sparse attention": config.latent is not None and config.latent.indexer,
+        "centred norms": config.centred,
         "norms behind the rotation": config.norm_turned, "parallel layers": config.parallel,
         "gates on attention": config.attention_gate, "shared feed-forward layer": config.shared_mlp,
         "interleaved RoPE with norms": config.interleaved and config.qk_norm,
-        config.activation: config.activation not in ACTIVATIONS, "experts in groups": experts is not None and experts.groups > 1,
+        config.activation: config.activation not in ACTIVATIONS,
         "norms behind or within experts": experts is not None and (config.norms[3] or config.sub_norms)}
     return ", ".join(name for name, there in parts.items() if there)
 
@@ -83,6 +88,8 @@ def _place(config: ModelConfig, target: str) -> tuple[str, torch.Tensor | None]:
 
     The kernels rotate halves, so rows of q and k that are rotated in pairs are reordered.
     """
+    if config.latent is not None:
+        return _place_of_latent(config, config.latent, target)
     q, kv, f = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
     sizes = dict(zip(TARGETS, (q, kv, kv, config.hidden_size, f, f, config.hidden_size)))
     fused = next((parts for parts, there in ((TARGETS[:3], config.fused_qkv), (TARGETS[4:6], config.fused_mlp))
@@ -98,6 +105,23 @@ def _place(config: ModelConfig, target: str) -> tuple[str, torch.Tensor | None]:
         return module, rows
     before = sum(sizes[part] for part in fused[: fused.index(target)])
     return ("self_attn.qkv_proj" if target in TARGETS[:3] else "mlp.gate_up_proj"), rows + before
+
+
+def _place_of_latent(config: ModelConfig, m: LatentConfig, target: str) -> tuple[str, torch.Tensor | None]:
+    name = "q_b_proj" if target == "q_proj" and m.query_rank is not None else target
+    module = f"{'mlp' if target in TARGETS[4:] else 'self_attn'}.{name}"
+    heads, before = {"q_proj": (config.num_heads, m.nope), "kv_a_proj_with_mqa": (1, m.rank)}.get(target, (0, 0))
+    if not heads or not m.interleaved:
+        return module, None
+    rows = torch.arange(heads * (before + m.rope)).view(heads, -1)
+    return module, torch.cat([rows[:, :before], halves(rows[:, before:], None)], 1).flatten()
+
+
+def _targets(config: ModelConfig, layer: int) -> dict[int, str]:
+    """The linears of a layer that the C++ side knows by number."""
+    mixed = config.mixture is not None and config.mixture.layers[layer]
+    names = TARGETS if config.latent is None else LATENT_TARGETS[: None if config.latent.query_rank else -1]
+    return {i: name for i, name in enumerate(names) if not (mixed and 4 <= i < 7)}
 
 
 class NativeRunner:
@@ -124,6 +148,9 @@ class NativeRunner:
             raise UnsupportedError(f"the native kernels have no {lacking}.")
         if config.mixture is not None and weight_memory is not None:
             raise UnsupportedError("weight_memory: the native kernels read no layers with experts from a file; leave it out.")
+        if config.latent is not None and weight_memory is not None:
+            raise UnsupportedError("weight_memory: the native kernels read no layers with latent attention from a file; leave it "
+                                   "out.")
         if threads is not None and threads < 1:
             raise KaruiError(f"threads must be at least 1, got {threads}.")
         self.config, self.threads, self.activation_bits = config, threads or default_threads(), activation_bits
@@ -175,12 +202,14 @@ class NativeRunner:
             norms.append((w.dequantize() if isinstance(w, QTensor) else w).float().add(offset).contiguous())
             return address(norms[-1])
 
-        linears, vectors, places, mixtures = [], [], [], []
+        linears, vectors, places, mixtures, latents = [], [], [], [], []
         for i in range(c.num_layers):
             prefix = f"model.layers.{i}."
             mixed = c.mixture is not None and c.mixture.layers[i]
-            own = [_place(c, target) for target in TARGETS[: 4 if mixed else None]]
-            linears.append([part(prefix + module, rows, arena if file is None else Arena()) for module, rows in own])
+            own = {i: _place(c, target) for i, target in _targets(c, i).items() if target != "kv_b_proj"}
+            linears.append([part(prefix + module, rows, arena if file is None else Arena()) for module, rows in own.values()])
+            if c.latent is not None:
+                latents.append(self._latent(f"{prefix}self_attn.", checked, linears[-1], vector, arena))
             mixtures.append(self._mixture(f"{prefix}mlp.", partial(matrix, where=arena), vector) if mixed else None)
             before, attended, between, fed = (name and f"{name}.weight" for name in c.norms)
             norms_here = (before, between, "self_attn.q_norm.weight", "self_attn.k_norm.weight", attended, fed,
@@ -196,6 +225,7 @@ class NativeRunner:
         final, ends = vector("model.norm.weight", c.norm_offset), [embedding] if c.tied else [embedding, head]
         in_layers = sum(packed.nbytes for layer in linears for packed in layer)
         in_layers += sum(packed.nbytes for made in mixtures if made for packed in made[1])
+        in_layers += sum(made[1].nbytes for made in latents)
         fixed = sum(packed.nbytes for packed in ends) + sum(n.numel() * 4 for n in norms)
         if file is not None:
             assert self._weight_memory is not None
@@ -211,16 +241,19 @@ class NativeRunner:
         for i in range(c.num_layers):
             window = c.sliding_window[i] if c.sliding_window else None
             matrices, (*norms_of, sinks), made = [packed.linear for packed in linears[i]], vectors[i], mixtures[i]
+            if latents:  # v is empty, and what makes a query's latent lies elsewhere
+                matrices[2:] = [Linear(), *matrices[2:-1 if c.latent and c.latent.query_rank else None]]
             matrices += [Linear()] * (len(TARGETS) - len(matrices))
             turn = 0 if c.rotated and not c.rotated[i] else 2 if window and c.local_theta is not None else 1
             layers[i] = Layer(*matrices, *norms_of, turn, window or 0, *places[i], ctypes.addressof(made[0]) if made else None,
-                              sinks)
+                              sinks, ctypes.addressof(latents[i][0]) if latents else None)
         config = Config(
-            c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size, self.threads,
-            c.head_dim if c.rotary_dim is None else c.rotary_dim, c.row_norm, ACTIVATIONS[c.activation], 0, c.norm_eps,
-            self._rope_factor, c.embed_scale, c.query_scale, c.residual_scale, 1 / c.logit_scale, c.attention_cap or 0.0,
-            c.logit_cap or 0.0, address(self._inv_freq), address(self._local_inv_freq), final, ctypes.addressof(embedding.linear),
-            ctypes.addressof(head.linear), ctypes.addressof(layers), -1 if file is None else file.fd)
+            c.num_layers, c.hidden_size, c.num_heads, 1 if c.latent else c.num_kv_heads, c.head_dim, c.intermediate_size,
+            c.vocab_size, self.threads, c.head_dim if c.rotary_dim is None else c.rotary_dim, c.row_norm,
+            ACTIVATIONS[c.activation], 0, c.norm_eps, self._rope_factor, c.embed_scale, c.query_scale, c.residual_scale,
+            1 / c.logit_scale, c.attention_cap or 0.0, c.logit_cap or 0.0, address(self._inv_freq), address(self._local_inv_freq),
+            final, ctypes.addressof(embedding.linear), ctypes.addressof(head.linear), ctypes.addressof(layers),
+            -1 if file is None else file.fd)
         if self._model is None:
             self._model = self._lib.model(ctypes.byref(config))
             full = not self._model
@@ -230,9 +263,22 @@ class NativeRunner:
             raise KaruiError("no memory for the buffers of layers that are read from a file.")
         self.embedding: Linear = embedding.linear
         self.head: Linear = head.linear
-        self._held = (linears, ends, norms, layers, file, mixtures)  # what the C++ side points into
+        self._held = (linears, ends, norms, layers, file, mixtures, latents)  # what the C++ side points into
         self._weight_bytes = in_layers + fixed
         self.spilled_bytes = sum(size for _, size in places)
+
+    def _latent(self, attention: str, weights: Weights, linears: list[Packed], vector: Callable[[str], int | None],
+                arena: Arena) -> tuple[Latent, Across]:
+        """A layer's latent attention for C++, and its kv_b_proj."""
+        m, name = self.config.latent, f"{attention}kv_b_proj.weight"
+        assert m is not None
+        weight = weights[name]
+        across = pack_across(self._lib, name, weight, self.config.num_heads, m.nope, self.activation_bits, arena)
+        down = linears[-1].linear if m.query_rank else Linear()
+        rounded = isinstance(weight, QTensor) and weight.spec.activation_bits == 8
+        norms = [vector(f"{attention}{name}_a_layernorm.weight") for name in ("q", "kv")]
+        return Latent(m.rank, m.rope, m.nope, m.value, m.query_rank or 0, m.group, across.group, rounded, m.scale, 0, down,
+                      across.fold.linear, across.unfold.linear, address(across.scale), address(across.shift), *norms), across
 
     def _mixture(self, mlp: str, matrix: Callable[..., Packed], vector: Callable[[str], int | None]) -> tuple[Mixture, Any, Any]:
         """A layer's experts for C++, the matrices, and what else must stay alive."""
@@ -247,8 +293,8 @@ class NativeRunner:
         alpha, limit = m.clamp or (0.0, 0.0)
         made = Mixture(
             m.experts, m.per_token, len(modules) - m.experts, m.sigmoid, m.normalized, ACTIVATIONS[self.config.activation],
-            m.scaling, m.share_eps, m.share_min, alpha, limit, self.config.residual_scale, ctypes.addressof(router.linear),
-            None if gate is None else ctypes.addressof(gate.linear),
+            m.groups, m.groups_kept, m.group_best, 0, m.scaling, m.share_eps, m.share_min, alpha, limit,
+            self.config.residual_scale, ctypes.addressof(router.linear), None if gate is None else ctypes.addressof(gate.linear),
             vector(f"{mlp}{m.router}.{CORRECTION}") if m.corrected else None, ctypes.addressof(table))
         return made, [*experts, router, *([gate] if gate else [])], table
 
@@ -261,11 +307,10 @@ class NativeRunner:
     def set_adapter(self, slot: int, layers: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter (module name -> `LoraWeights`) into `slot`, or empty it with None. An unknown module is an error."""
         c, known = self.config, dict[str, list[tuple[int, torch.Tensor | None]]]()
-        mixed = c.mixture.layers if c.mixture else (False,) * c.num_layers
         for i in range(c.num_layers):
-            for j, target in enumerate(TARGETS[: 4 if mixed[i] else None]):
+            for j, target in _targets(c, i).items():
                 module, rows = _place(c, target)
-                known.setdefault(f"model.layers.{i}.{module}", []).append((i * len(TARGETS) + j, rows))
+                known.setdefault(f"model.layers.{i}.{module}", []).append((i * NUM_TARGETS + j, rows))
         for name in layers or {}:
             if name not in known:
                 raise KaruiError(f"adapter module {name!r} is not a linear of this decoder; adapted are "
@@ -274,7 +319,7 @@ class NativeRunner:
         if layers is not None:
             self._adapters[slot] = dict(layers)
         slots = max(self._adapters, default=-1) + 1
-        per_slot = self.config.num_layers * len(TARGETS)
+        per_slot = self.config.num_layers * NUM_TARGETS
         table = (Lora * max(slots * per_slot, 1))()
         held: list[object] = [table]
         for at, modules in self._adapters.items():
@@ -310,6 +355,8 @@ class NativeRunner:
         if kv_dtype not in CACHE_TYPES:
             raise UnsupportedError(f"kv_dtype {kv_dtype!r} is not supported by the native kernels; use {', '.join(CACHE_TYPES)}.")
         c = self.config
+        if c.latent is not None:
+            return c.num_layers * self._latent_bytes(c.latent, kv_dtype)
         padded = (c.head_dim + 15) // 16 * 16
         if kv_dtype in kivi.BITS:
             if c.head_dim % kivi.GROUP:
@@ -318,6 +365,12 @@ class NativeRunner:
             return kivi.code_bytes_per_token(c.num_layers, c.num_kv_heads, c.head_dim, kv_dtype)
         per_head = {"float32": 4 * padded, "float16": 2 * padded, "int8": padded + 4}[kv_dtype]
         return 2 * c.num_layers * c.num_kv_heads * per_head
+
+    def _latent_bytes(self, m: LatentConfig, kv_dtype: str) -> int:
+        if kv_dtype in kivi.BITS:
+            raise UnsupportedError(f"kv_dtype {kv_dtype!r} is not supported for latent attention; use float32, float16 or int8.")
+        padded = sum((part + 15) // 16 * 16 for part in (m.rank, m.rope))
+        return {"float32": 4 * padded, "float16": 2 * padded, "int8": padded + 4 * (m.rank + m.rope) // m.group}[kv_dtype]
 
     def kv_staged_bytes_per_token(self, kv_dtype: str) -> int:
         return staged_bytes_per_token(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)
@@ -337,7 +390,8 @@ class NativeRunner:
             units = torch.empty(count, c.num_layers, c.num_kv_heads, UNIT * 2 * c.head_dim * (bits + 1) // 8, dtype=torch.uint8)
             self._lib.move_units(self._model, address(first), count, address(units), 0)
             return to_rows(units, c.head_dim, bits, self._block_size), None
-        data = torch.empty(2, c.num_layers, len(slots), c.num_kv_heads, c.head_dim, dtype=kind)
+        parts, heads, dim = c.cache_shape
+        data = torch.empty(parts, c.num_layers, len(slots), heads, dim, dtype=kind)
         scale = torch.empty(data.shape[:4]) if kind == torch.int8 else None
         self._lib.move_slots(self._model, address(slots), len(slots), address(data), address(scale), 0)
         return data, scale

@@ -24,8 +24,8 @@ from karui.configs.errors import KaruiError
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("model.cpp", "mixture.h", "rounds.h", "draft.h", "medusa.h", "attention.h", "kivi.h", "ops.h", "sampling.h", "gemm.h",
-           "tiles.h", "simd.h", "neon.h", "weights.h", "threads.h", "spill.h")
+SOURCES = ("model.cpp", "mixture.h", "rounds.h", "draft.h", "medusa.h", "attention.h", "latent.h", "kivi.h", "ops.h",
+           "sampling.h", "gemm.h", "tiles.h", "simd.h", "neon.h", "weights.h", "threads.h", "spill.h")
 LOWBIT = ("lowbit.cpp",)
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 # Per instruction set: what the CPU must have, see `_cpu`, and the compiler's flags. Best first.
@@ -38,7 +38,8 @@ _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # Flags of an instruction set for what only some of its CPUs have, and compilers of some years ago do not know.
 _EXTRAS = {"avx512": {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16",
-                      "amx_int8": "-mamx-int8"}}
+                      "amx_int8": "-mamx-int8"},
+           "avx2": {"avx_vnni": "-mavxvnni"}}
 
 _AT_HWCAP, _HWCAP_ASIMDDP = 16, 1 << 20  # <elf.h>, <asm/hwcap.h>
 

@@ -24,6 +24,9 @@ ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "relu2": 2}
 """`Activation` of ops.h."""
 CACHE_TYPES = {"float32": 0, "float16": 1, "int8": 2, "kivi4": 3, "kivi2": 4}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LATENT_TARGETS = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", *TARGETS[3:], "q_a_proj")
+"""The same of latent attention; its first is q_b_proj where there is a q_a_proj."""
+NUM_TARGETS = len(LATENT_TARGETS)
 
 
 class Linear(C.Structure):
@@ -41,15 +44,25 @@ class Layer(C.Structure):
         (n, C.c_void_p) for n in ("input_norm", "post_norm", "q_norm", "k_norm", "attended_norm", "fed_norm", "o_norm",
                                   "down_norm")] + [
         (n, C.c_int64) for n in ("rope", "window", "spilled_at", "spilled_bytes")] + [
-        (n, C.c_void_p) for n in ("mixture", "sinks")]
+        (n, C.c_void_p) for n in ("mixture", "sinks", "latent")]
 
 
 class Mixture(C.Structure):
     """`Mixture` of mixture.h."""
 
-    _fields_ = [(n, C.c_int32) for n in ("experts", "chosen", "shared", "sigmoid", "normalized", "activation")] + [
+    _fields_ = [(n, C.c_int32) for n in ("experts", "chosen", "shared", "sigmoid", "normalized", "activation", "groups",
+                                         "groups_kept", "group_best", "padding")] + [
         (n, C.c_float) for n in ("scaling", "share_eps", "share_min", "alpha", "limit", "residual")] + [
         (n, C.c_void_p) for n in ("router", "shared_gate", "correction", "expert")]
+
+
+class Latent(C.Structure):
+    """`Latent` of latent.h."""
+
+    _fields_: ClassVar[Any] = [
+        *((n, C.c_int32) for n in ("rank", "rope", "nope", "value", "query_rank", "group", "out_group", "rounded")),
+        ("scale", C.c_float), ("padding", C.c_int32), *((n, Linear) for n in ("down", "fold", "unfold")),
+        *((n, C.c_void_p) for n in ("fold_scale", "fold_shift", "query_norm", "norm"))]
 
 
 class Config(C.Structure):
@@ -136,7 +149,8 @@ class Library:
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("karui_"), function)
-        for which, structure in enumerate((Linear, Layer, Config, Batch, Lora, Drafter, Draft, Stream, Rounds, Medusa, Mixture)):
+        for which, structure in enumerate((Linear, Layer, Config, Batch, Lora, Drafter, Draft, Stream, Rounds, Medusa, Mixture,
+                                            Latent)):
             assert self.sizes(which) == C.sizeof(structure), f"{structure.__name__} differs between C++ and Python"
 
     def __getattr__(self, name: str) -> Any:  # only for type checkers: functions are set in __init__

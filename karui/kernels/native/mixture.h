@@ -6,12 +6,15 @@
 #pragma once
 #include <math.h>
 
+#include <functional>
+
 #include "ops.h"
 #include "threads.h"
 
 struct Mixture {  // mirrored in karui/kernels/native/library.py
     int32_t experts, chosen, shared;  // shared: 1 when expert number E takes every row
     int32_t sigmoid, normalized, activation;
+    int32_t groups, groups_kept, group_best, padding;  // experts come from so many groups, those whose `group_best` best score highest
     float scaling, share_eps, share_min;  // shares / max(sum + eps, min), times scaling
     float alpha, limit;                   // limit > 0: min(gate, limit) sigmoid(alpha gate) (clamp(up, limit) + 1) in place of SiLU(gate) up
     float residual;                       // factor on what is added to the residual stream
@@ -113,7 +116,7 @@ private:
         std::vector<int32_t> choice, row, slot;
         std::vector<float> share;
         std::vector<int32_t> counts, owner;
-        std::vector<float> score, rank;
+        std::vector<float> score, rank, group;
         std::vector<Active> active;
         std::vector<Task> gate_up, down;
         bool fused;
@@ -124,6 +127,23 @@ private:
         return integer(e[2]) && !e[2].per_token && e[2].k == e[2].k_padded && e[0].n % unit(e) == 0;
     }
     static int unit(const Linear* e) { return integer(e[2]) ? std::max(CHUNK, e[2].block) : CHUNK; }
+
+    // Takes experts out of the ranking whose group is not among the best; the first of equals is kept.
+    static void keep_groups(const Mixture& m, float* rank, std::vector<float>& group) {
+        const int each = m.experts / m.groups;
+        group.resize(m.groups + each);
+        float* own = group.data() + m.groups;
+        for (int g = 0; g < m.groups; g++) {
+            std::partial_sort_copy(rank + g * each, rank + (g + 1) * each, own, own + m.group_best, std::greater<float>());
+            group[g] = 0.0f;
+            for (int i = 0; i < m.group_best; i++) group[g] += own[i];
+        }
+        for (int g = 0; g < m.groups; g++) {
+            int ahead = 0;
+            for (int i = 0; i < m.groups; i++) ahead += group[i] > group[g] || (group[i] == group[g] && i < g);
+            if (ahead >= m.groups_kept) std::fill_n(rank + g * each, each, -INFINITY);
+        }
+    }
 
     // The experts of each row and their shares, largest score first.
     void choose(const Mixture& m, int rows, int ld, Lists& list) {
@@ -144,6 +164,7 @@ private:
                 if (!m.sigmoid) score[e] /= sum;
                 rank[e] = m.correction ? score[e] + m.correction[e] : score[e];
             }
+            if (m.groups > 1) keep_groups(m, rank.data(), list.group);
             float total = 0.0f;
             for (int j = 0; j < m.chosen; j++) {
                 int best = -1;

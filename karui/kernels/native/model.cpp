@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "medusa.h"
 #include "kivi.h"
+#include "latent.h"
 #include "mixture.h"
 #include "sampling.h"
 #include "spill.h"
@@ -32,6 +33,9 @@ struct Layer {
                                                             // pointers are offsets in its part of the file
     const Mixture* mixture;                                 // in place of gate, up and down; or null
     const float* sinks;                                     // [heads] logits that take a share of each query's attention; or null
+    // Or null. Else q makes queries of what latent->down makes, or of the hidden state where it is empty, k the latent and its rotated key
+    // [rank + rope], and v is empty.
+    const Latent* latent;
 };
 struct Config {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, max_threads;
@@ -65,7 +69,7 @@ struct Lora {                    // y = row_scale * (W x + b a x) + bias; rank 0
 };
 
 constexpr int OWN_ROWS = 2;  // up to so many rows every thread computes norms and codes itself instead of waiting for the others'
-constexpr int TARGETS = 7;  // q, k, v, o, gate, up, down
+constexpr int TARGETS = 8;  // q, k, v, o, gate, up, down, down of a latent; of a latent v is W_UK and W_UV together
 
 // ---- work buffers ---------------------------------------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ struct Codes {  // int8 activations of one phase for one (block, per_token, fact
 };
 
 struct Inputs {  // what the linears of a phase read
-    Buffer<float> normed, mixed;
+    Buffer<float> normed, mixed, ranked;
     Codes coded[3];
 };
 
@@ -141,14 +145,19 @@ struct Scratch {  // per thread
     Buffer<const float*> query;
     Buffer<int> from, to;
     Gathered gathered;
+    Buffer<float> rows;  // of latents
+    LatentWork latent;
 };
 
 struct Model {
     Config c;
-    int dim_padded, ld_hidden, ld_inter, ld_q;
+    int dim_padded, ld_hidden, ld_inter, ld_q, ld_mixed, ld_ranked;
+    int key_width, out_width;   // of a query as the attention reads it, and of what it returns
+    const Latent* latent;       // of the first layer, for its sizes, which all layers share; null: keys and values of heads are cached
     Team team;
     std::vector<Cache> cache;   // of a KIVI cache the fp16 pages
     std::vector<Coded> coded;   // empty for other caches
+    std::vector<LatentCache> latents;  // in place of `cache`
     PageTable table;
     std::vector<int32_t> filled;  // slots that end a block and that the step writes
     Pages pages;
@@ -158,11 +167,12 @@ struct Model {
     int lora_slots = 0;
     int max_padded = 0;
 
-    Buffer<float> h, q, kv, gate, up, cosine, sine, local_cosine, local_sine, low, product, rms;
+    Buffer<float> h, q, kv, gate, up, cosine, sine, local_cosine, local_sine, low, product, rms, low_query, weighted;
     std::vector<Inputs*> inputs;  // [0] for all; with few rows every thread computes its own, which saves the barrier after
     bool own = false;
     bool aside = false;  // some products go through a buffer on their way to the residual stream
     std::vector<Item> items;
+    std::vector<int> cut_items;  // the first of each of those that are cut by chunk
     Buffer<float> split_out;
     Buffer<Partial> split;
     std::atomic<int> next{0};
@@ -194,7 +204,12 @@ struct Model {
         dim_padded = round_up(c.head_dim, 16);
         ld_hidden = round_up(c.hidden, 32);
         ld_inter = round_up(c.intermediate, 32);
-        ld_q = round_up(c.heads * dim_padded, 32);
+        latent = c.layer[0].latent;
+        key_width = latent ? latent->width() : dim_padded;
+        out_width = latent ? latent->rank_padded() : dim_padded;
+        ld_q = round_up(c.heads * key_width, 32);
+        ld_mixed = latent ? 0 : ld_q;
+        ld_ranked = latent ? round_up(latent->query_rank, 32) : 0;
         auto fit = [&](int& ld, const Linear& w) {  // rows are as long as the widest padding that reads them
             ld = std::max(ld, w.k_padded);
             max_padded = std::max(max_padded, w.k_padded);
@@ -202,8 +217,10 @@ struct Model {
         fit(ld_hidden, *c.head);
         for (int l = 0; l < c.layers; l++) {
             const Layer& y = c.layer[l];
-            for (const Linear* w : {&y.q, &y.k, &y.v, &y.gate, &y.up}) fit(ld_hidden, *w);
-            fit(ld_q, y.o);
+            for (const Linear* w : {&y.k, &y.v, &y.gate, &y.up}) fit(ld_hidden, *w);
+            fit(y.latent && y.latent->query_rank ? ld_ranked : ld_hidden, y.q);
+            if (y.latent) fit(ld_hidden, y.latent->down);
+            fit(ld_mixed, y.o);
             fit(ld_inter, y.down);
             if (!y.mixture) continue;
             const Mixture& m = *y.mixture;
@@ -239,12 +256,14 @@ struct Model {
         pages.release();
         cache.clear();
         coded.clear();
+        latents.clear();
         table.size = 0;
     }
     // `block` and `staged`, tokens of a block and how many may be unfinished at once, are for KIVI.
     bool allocate(int64_t count, int type, int block, int staged) {
         free_cache();
         slots = count;
+        if (latent) return allocate_latents(type);
         int64_t before = 0;
         if (type == CACHE_KIVI4 || type == CACHE_KIVI2) {
             Coded own = {nullptr, type == CACHE_KIVI4 ? 4 : 2, c.kv_heads, c.head_dim, c.attention_cap, 0};
@@ -265,6 +284,19 @@ struct Model {
             cache.push_back({at, at + codes, scale, scales ? scale + scales / 4 : nullptr, type, c.kv_heads, c.head_dim, dim_padded, c.attention_cap, stride});
         }
         return true;
+    }
+
+    bool allocate_latents(int type) {
+        LatentCache one = {nullptr, type, latent->rank, latent->rope, latent->group, 0};
+        one.stride = c.layers * one.group_bytes();
+        if (!pages.need((slots + 15) / 16 * one.stride + 4096)) return false;
+        for (int l = 0; l < c.layers; l++, latents.push_back(one)) one.data = pages.data + l * one.group_bytes();
+        return true;
+    }
+    bool allocated() const { return !cache.empty() || !latents.empty(); }
+    void copy_slots(int from, int to) const {
+        for (const Cache& k : cache) copy_slot(k, from, to);
+        for (const LatentCache& k : latents) copy_latent(k, from, to);
     }
 
     // ---- phases: every function below runs on all threads, thread `t` of `n` ------------------------------------------------------
@@ -330,7 +362,7 @@ struct Model {
             team.barrier(t);
             share(rows, t, n, first, last);
             for (int r = first; r < last; r++) {
-                const Lora* l = row_lora(lora, i, r);
+                const Lora* l = row_lora(lora[i], r);
                 if (!l) continue;
                 for (int j = 0; j < l->rank; j++) {
                     const float* a = l->a + (int64_t)j * parts[i]->k;
@@ -348,7 +380,7 @@ struct Model {
             first *= PANEL;
             last = std::min(last * PANEL, parts[i]->n);
             for (int r = 0; r < rows; r++) {
-                const Lora* l = row_lora(lora, i, r);
+                const Lora* l = row_lora(lora[i], r);
                 if (!l) continue;
                 float* out = y[i] + (int64_t)r * ldy[i];
                 const float* bias = parts[i]->bias;
@@ -369,10 +401,10 @@ struct Model {
     }
     int low_ld = 0;
     std::vector<int32_t> row_slot;
-    const Lora* row_lora(const Lora* const* lora, int i, int row) const {
+    const Lora* row_lora(const Lora* lora, int row) const {  // lora: of the first slot
         const int slot = row_slot[row];
         if (slot < 0) return nullptr;
-        const Lora* l = lora[i] + (int64_t)slot * c.layers * TARGETS;
+        const Lora* l = lora + (int64_t)slot * c.layers * TARGETS;
         return l->rank ? l : nullptr;
     }
 
@@ -488,6 +520,7 @@ struct Model {
         }
         const bool cut = own || (threads > 1 && whole < 8 * threads);
         any_split = false;
+        cut_items.clear();
         int partials = 0;
         for (int s = 0; s < b->sequences; s++) {
             const int q = b->query_starts[s + 1] - b->query_starts[s];
@@ -501,17 +534,18 @@ struct Model {
                 for (int head = 0; head < c.kv_heads; head++) {
                     if (!cut || (chunks < 3 && !own)) { items.push_back({s, r, rows, head, -1, 0}); continue; }
                     any_split = true;
+                    cut_items.push_back((int)items.size());
                     for (int k = 0; k < chunks; k++) items.push_back({s, r, rows, head, k, partials + k * rows * group});
                     partials += chunks * rows * group;
                 }
             }
         }
         split.need(partials);
-        split_out.need((size_t)partials * dim_padded);
+        split_out.need((size_t)partials * out_width);
     }
 
-    template <typename T> void attend_item(const Item& item, int layer, Scratch& w) {
-        const Cache& cached = cache[layer];
+    // attend(slots of keys that these queries see, how many, the queries, [from, to) of each, results, what is next): one chunk of an item.
+    template <typename F> void attend_item(const Item& item, int layer, Scratch& w, F attend) {
         const int group = c.heads / c.kv_heads, nq = item.rows * group, base = b->query_starts[item.sequence] + item.first;
         const int window = (int)c.layer[layer].window;
         const float** query = w.query.need(nq);
@@ -521,16 +555,16 @@ struct Model {
         // Keys that all rows of a tree see; behind them each row has its own.
         const int common = b->tree && b->tree[item.sequence]
             ? b->context_lens[item.sequence] - b->query_starts[item.sequence + 1] + b->query_starts[item.sequence] : longest;
-        for (int i = 0; i < nq; i++) query[i] = q.data + (int64_t)(base + i / group) * ld_q + (item.kv_head * group + i % group) * dim_padded;
+        for (int i = 0; i < nq; i++) query[i] = q.data + (int64_t)(base + i / group) * ld_q + (item.kv_head * group + i % group) * key_width;
         int chunk = item.chunk < 0 ? 0 : item.chunk, stop = item.chunk < 0 ? (longest + KEYS - 1) / KEYS : item.chunk + 1;
         if (window && item.chunk < 0) chunk = std::max(0, shortest - window) / KEYS;
         Partial *part, *run = w.running.need(nq);
-        float *out, *total = w.run.need((size_t)nq * dim_padded);
-        if (item.chunk >= 0) { part = split.data + item.partial; out = split_out.data + (int64_t)item.partial * dim_padded; }
-        else { part = w.partial.need(nq); out = w.out.need((size_t)nq * dim_padded); }
+        float *out, *total = w.run.need((size_t)nq * out_width);
+        if (item.chunk >= 0) { part = split.data + item.partial; out = split_out.data + (int64_t)item.partial * out_width; }
+        else { part = w.partial.need(nq); out = w.out.need((size_t)nq * out_width); }
         for (int i = 0; i < nq; i++) {
             run[i] = {NONE, 0.0f};
-            for (int d = 0; d < dim_padded; d++) total[(int64_t)i * dim_padded + d] = 0.0f;
+            for (int d = 0; d < out_width; d++) total[(int64_t)i * out_width + d] = 0.0f;
         }
         for (; chunk < stop; chunk++) {
             const int first = chunk * KEYS;
@@ -544,20 +578,57 @@ struct Model {
                 const int count = std::max(0, std::min(KEYS, visible(item.sequence, item.first + r + rows - 1) - first)), i = r * group;
                 int32_t slots[KEYS];
                 list_slots(item.sequence, item.first + r + rows - 1, first, count, slots);
-                Chunk keys;
-                find_chunk<T>(cached, item.kv_head, slots, count, w.gathered, keys);
-                if (nq <= 16) {  // a few queries over many keys: the cache comes from memory
-                    prefetch_chunk<T>(keys.values, keys.groups);
-                    prefetch_keys<T>(cached, item, chunk, stop, longest);
-                }
-                attend_all<T>(cached, keys, rows * group, query + i, from + i, to + i, part + i, out + (int64_t)i * dim_padded);
+                attend(slots, count, rows * group, query + i, from + i, to + i, part + i, out + (int64_t)i * out_width,
+                       nq <= few() ? ahead_of(item, chunk, stop, longest) : Ahead{});
             }
             if (item.chunk < 0)
-                for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * dim_padded, part[i], out + (int64_t)i * dim_padded, dim_padded);
+                for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * out_width, part[i], out + (int64_t)i * out_width, out_width);
         }
         if (item.chunk < 0)
-            for (int i = 0; i < nq; i++) write_mixed(*inputs[0], c.layer[layer].sinks, base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
+            for (int i = 0; i < nq; i++) write_result(*inputs[0], c.layer[layer], base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * out_width);
     }
+    template <typename T> void attend_heads(const Item& item, int layer, Scratch& w) {
+        const Cache& cached = cache[layer];
+        attend_item(item, layer, w, [&](const int32_t* slots, int count, int nq, const float* const* query, const int* from, const int* to,
+                                        Partial* part, float* out, const Ahead& ahead) {
+            Chunk keys;
+            find_chunk<T>(cached, item.kv_head, slots, count, w.gathered, keys);
+            if (ahead.sparse) {
+                prefetch_chunk<T>(keys.values, keys.groups);
+                const void* groups[GROUPS];
+                int n = 0;
+                for (int i = ahead.first; i < ahead.last; i += 16)
+                    groups[n++] = (const T*)cached.keys + key_at(cached, slot_of(ahead.sequence, i) / 16 * 16, ahead.head, 0);
+                prefetch_chunk<T>(groups, n);
+            }
+            attend_all<T>(cached, keys, nq, query, from, to, part, out);
+        });
+    }
+    void attend_latent_item(const Item& item, int layer, Scratch& w) {
+        const LatentCache& cached = latents[layer];
+        float* own = w.rows.need((size_t)KEYS * key_width);
+        attend_item(item, layer, w, [&](const int32_t* slots, int count, int nq, const float* const* query, const int* from, const int* to,
+                                        Partial* part, float* out, const Ahead& ahead) {
+            for (int i = ahead.first; i < ahead.last; i++) prefetch(cached.row(slot_of(ahead.sequence, i)), key_width * cache_bytes(cached.type));
+            attend_latents(cached, slots, count, nq, query, from, to, own, part, out);
+        });
+    }
+    struct Ahead {  // keys [first, last) that this thread will likely need next
+        bool sparse = false;  // few queries over many keys, which come from memory
+        int sequence = 0, head = 0, first = 0, last = 0;
+    };
+    int few() const { return latent ? std::max(16, c.heads) : 16; }
+    Ahead ahead_of(const Item& item, int chunk, int stop, int longest) const {  // the following chunk, or the item that is handed out next
+        Ahead a = {true, item.sequence, item.kv_head, (chunk + 1) * KEYS, longest};
+        if (chunk + 1 == stop) {
+            const int i = next.load(std::memory_order_relaxed);
+            if (i >= (int)items.size()) return {true};
+            a = {true, items[i].sequence, items[i].kv_head, std::max(items[i].chunk, 0) * KEYS, b->context_lens[items[i].sequence]};
+        }
+        a.last = std::max(a.first, std::min(a.last, a.first + KEYS));
+        return a;
+    }
+    static void prefetch(const void* from, int bytes) { for (int p = 0; p < bytes; p += 64) __builtin_prefetch((const char*)from + p); }
     // attend_item() over a KIVI cache: chunks of codes, then those of the rows' own block, in fp16.
     template <int BITS> void attend_coded_item(const Item& item, int layer, Scratch& w) {
         const Coded& codes = coded[layer];
@@ -605,7 +676,7 @@ struct Model {
                 for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * dim_padded, part[i], out + (int64_t)i * dim_padded, dim_padded);
         }
         if (item.chunk < 0)
-            for (int i = 0; i < nq; i++) write_mixed(*inputs[0], c.layer[layer].sinks, base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
+            for (int i = 0; i < nq; i++) write_result(*inputs[0], c.layer[layer], base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
     }
     // The codes that this thread will likely need next, as prefetch_keys().
     void prefetch_coded(const Coded& codes, const Item& item, int chunk, int before) const {
@@ -625,66 +696,135 @@ struct Model {
         }
     }
     template <typename T> void prefetch_chunk(const void* const* groups, int count) const {
-        for (int g = 0; g < count; g++)
-            for (int p = 0; p < (int)(16 * dim_padded * sizeof(T)); p += 64) __builtin_prefetch((const char*)groups[g] + p);
+        for (int g = 0; g < count; g++) prefetch(groups[g], 16 * dim_padded * (int)sizeof(T));
     }
-    // Keys that this thread will likely need next: the following chunk, or the item that is handed out next.
-    template <typename T> void prefetch_keys(const Cache& cached, const Item& item, int chunk, int stop, int longest) const {
-        int sequence = item.sequence, head = item.kv_head, first = (chunk + 1) * KEYS;
-        if (chunk + 1 == stop) {
-            const int i = next.load(std::memory_order_relaxed);
-            if (i >= (int)items.size()) return;
-            sequence = items[i].sequence;
-            head = items[i].kv_head;
-            first = std::max(items[i].chunk, 0) * KEYS;
-            longest = b->context_lens[sequence];
-        }
-        const void* groups[GROUPS];
-        int count = 0;
-        for (int i = first; i < std::min(longest, first + KEYS); i += 16)
-            groups[count++] = (const T*)cached.keys + key_at(cached, slot_of(sequence, i) / 16 * 16, head, 0);
-        prefetch_chunk<T>(groups, count);
-    }
-    void write_mixed(Inputs& in, const float* sinks, int row, int head, const Partial& run, const float* total) {
-        float* out = in.mixed.data + (int64_t)row * ld_q + head * c.head_dim;
+    // What one head returns for a row: into the input of o, or into the weighted latents.
+    void write_result(Inputs& in, const Layer& y, int row, int head, const Partial& run, const float* total) {
+        float* out = latent ? weighted.data + ((int64_t)row * c.heads + head) * out_width : in.mixed.data + (int64_t)row * ld_mixed + head * c.head_dim;
         float r = 1.0f / run.sum;
-        if (sinks) {  // one more logit, without a value
-            const float top = std::max(run.largest, sinks[head]), mine = expf(run.largest - top);
-            r = mine / (run.sum * mine + expf(sinks[head] - top));
+        if (y.sinks) {  // one more logit, without a value
+            const float top = std::max(run.largest, y.sinks[head]), mine = expf(run.largest - top);
+            r = mine / (run.sum * mine + expf(y.sinks[head] - top));
         }
-        for (int d = 0; d < c.head_dim; d++) out[d] = total[d] * r;
+        for (int d = 0, n = latent ? out_width : c.head_dim; d < n; d++) out[d] = total[d] * r;
+    }
+
+    // Queries, keys and values of the step.
+    void project_heads(const Layer& y, const Lora* base, int t, int n) {
+        const Linear* parts[] = {&y.q, &y.k, &y.v};
+        const Lora* lora[] = {base, base + 1, base + 2};
+        float* out[] = {gate.data, kv.data, kv.data + c.kv_heads * c.head_dim};
+        const int ld[] = {ld_qkv, ld_kv, ld_kv};
+        Inputs& in = norm_rows(y.input_norm, parts, 3, b->tokens_n, t, n);
+        linears(parts, 3, in.normed.data, ld_hidden, in.coded, b->tokens_n, out, ld, false, t, n, base ? lora : nullptr);
     }
 
     void attention(int layer, int t) {
         Scratch& w = *scratch[t];
         for (int i; (i = next.fetch_add(1)) < (int)items.size();) {
-            if (!coded.empty()) coded[layer].bits == 4 ? attend_coded_item<4>(items[i], layer, w) : attend_coded_item<2>(items[i], layer, w);
-            else if (cache[layer].type == CACHE_FP32) attend_item<float>(items[i], layer, w);
-            else if (cache[layer].type == CACHE_FP16) attend_item<uint16_t>(items[i], layer, w);
-            else attend_item<int8_t>(items[i], layer, w);
+            if (latent) attend_latent_item(items[i], layer, w);
+            else if (!coded.empty()) coded[layer].bits == 4 ? attend_coded_item<4>(items[i], layer, w) : attend_coded_item<2>(items[i], layer, w);
+            else if (cache[layer].type == CACHE_FP32) attend_heads<float>(items[i], layer, w);
+            else if (cache[layer].type == CACHE_FP16) attend_heads<uint16_t>(items[i], layer, w);
+            else attend_heads<int8_t>(items[i], layer, w);
         }
         team.barrier(t);
-        if (!any_split) return;
-        // Merge the cut items chunk by chunk, in order; each (sequence, tile, head) starts at its chunk 0.
+        if (!any_split || latent) return;  // those of latents are merged where they are read
         const int group = c.heads / c.kv_heads, n = own ? 1 : team.active();
-        Inputs& in = *inputs[own ? t : 0];
-        int turn = 0;
-        for (size_t i = 0; i < items.size(); i++) {
-            const Item& item = items[i];
-            if (item.chunk != 0 || (turn++ % n != t && !own)) continue;
-            const int nq = item.rows * group, base = b->query_starts[item.sequence] + item.first;
-            float* total = w.run.need((size_t)dim_padded);
-            for (int j = 0; j < nq; j++) {
-                Partial run = {NONE, 0.0f};
-                for (int d = 0; d < dim_padded; d++) total[d] = 0.0f;
-                for (size_t k = i; k < items.size() && items[k].chunk == (int)(k - i); k++) {
-                    const int64_t p = items[k].partial + j;
-                    merge(run, total, split.data[p], split_out.data + p * dim_padded, dim_padded);
-                }
-                write_mixed(in, c.layer[layer].sinks, base + j / group, item.kv_head * group + j % group, run, total);
-            }
+        for (size_t i = 0; i < cut_items.size(); i++) {
+            if ((int)i % n != t && !own) continue;
+            const Item& item = items[cut_items[i]];
+            for (int j = 0; j < item.rows * group; j++) merge_chunks(*inputs[own ? t : 0], cut_items[i], j, layer, w);
         }
         prepared(t);
+    }
+    // Query j of a cut item, chunk by chunk, in order.
+    void merge_chunks(Inputs& in, int first, int j, int layer, Scratch& w) {
+        const Item& item = items[first];
+        const int group = c.heads / c.kv_heads;
+        float* total = w.run.need((size_t)out_width);
+        Partial run = {NONE, 0.0f};
+        for (int d = 0; d < out_width; d++) total[d] = 0.0f;
+        for (size_t k = first; k < items.size() && items[k].chunk == (int)k - first; k++) {
+            const int64_t p = items[k].partial + j;
+            merge(run, total, split.data[p], split_out.data + p * out_width, out_width);
+        }
+        write_result(in, c.layer[layer], b->query_starts[item.sequence] + item.first + j / group, item.kv_head * group + j % group, run, total);
+    }
+
+    // ---- latents: what stands in for norm and rotation of heads, and behind the attention ----
+
+    static constexpr int BLOCK_ROWS = 64;  // of W_UK and W_UV at once
+    LatentLora latent_lora(const Lora* base, int row) const {
+        const Lora* l = base ? row_lora(base + 2, row) : nullptr;
+        return l ? LatentLora{l->rank, c.heads * (latent->nope + latent->value), l->a, l->b, l->row_scale} : LatentLora{};
+    }
+    // Queries, latents and their keys of the step.
+    void project_latents(const Layer& y, const Lora* base, int t, int n) {
+        const int T = b->tokens_n, low = y.latent->query_rank;
+        const Linear *parts[] = {low ? &y.latent->down : &y.q, &y.k}, *part = &y.q;
+        const Lora* lora[] = {low ? base + 7 : base, base + 1};
+        float* out[] = {low ? low_query.data : gate.data, kv.data};
+        const int ld[] = {low ? ld_ranked : ld_qkv, ld_kv};
+        Inputs& hidden = norm_rows(y.input_norm, parts, 2, T, t, n);
+        linears(parts, 2, hidden.normed.data, ld_hidden, hidden.coded, T, out, ld, false, t, n, base ? lora : nullptr);
+        if (!low) return;
+        int first, last;
+        Inputs& in = prepare_rows(T, t, n, first, last);
+        for (int64_t r = first; r < last; r++)
+            rms_norm(low_query.data + r * ld_ranked, y.latent->query_norm, y.latent->query_rank, LATENT_EPS, in.ranked.data + r * ld_ranked);
+        quantize(&part, 1, in.ranked.data, ld_ranked, first, last, in.coded);
+        prepared(t);
+        linears(&part, 1, in.ranked.data, ld_ranked, in.coded, T, &gate.data, &ld_qkv, false, t, n, base ? &base : nullptr);
+    }
+    // Latents and rotated keys into the cache; queries folded and rotated.
+    void store_latents(const Layer& y, int layer, const Lora* base, int t, int n) {
+        const Latent& m = *y.latent;
+        const int T = b->tokens_n, half = m.rope / 2, each = m.nope + m.rope;
+        int first, last;
+        share(T, t, n, first, last);
+        float* row = scratch[t]->rows.need((size_t)KEYS * key_width);
+        for (int64_t r = first; r < last; r++) {
+            const float *made = kv.data + r * ld_kv, *cs = cosine.data + r * half, *sn = sine.data + r * half;
+            for (int d = 0; d < key_width; d++) row[d] = 0.0f;
+            rms_norm(made, m.norm, m.rank, LATENT_EPS, row);
+            if (m.rounded) round_to_int8(row, m.rank);
+            memcpy(row + out_width, made + m.rank, m.rope * 4);
+            rotate(row + out_width, cs, sn, m.rope, 1.0f);
+            write_latent(latents[layer], b->slots[r], row);
+            for (int head = 0; head < c.heads; head++) {
+                float* to = q.data + r * ld_q + head * key_width + out_width;
+                memcpy(to, gate.data + r * ld_qkv + head * each + m.nope, m.rope * 4);
+                rotate(to, cs, sn, m.rope, m.scale);
+            }
+        }
+        const int blocks = (T + BLOCK_ROWS - 1) / BLOCK_ROWS, groups = m.groups();
+        share(c.heads * groups * blocks, t, n, first, last);
+        for (int i = first; i < last; i++) {
+            const int head = i / blocks / groups, row = i % blocks * BLOCK_ROWS, rows = std::min(BLOCK_ROWS, T - row);
+            fold(m, head, i / blocks % groups, gate.data + (int64_t)row * ld_qkv + head * each, ld_qkv, rows,
+                 q.data + (int64_t)row * ld_q + head * key_width, ld_q, [&](int r) { return latent_lora(base, row + r); }, scratch[t]->latent);
+        }
+        team.barrier(t);
+    }
+    // Values of the weighted latents, into the input of o that all threads share.
+    void unfold_latents(const Layer& y, int layer, const Lora* base, int t, int n) {
+        const Latent& m = *y.latent;
+        const int T = b->tokens_n, blocks = (T + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        int first, last;
+        share(c.heads * blocks, t, n, first, last);
+        for (int i = first; i < last; i++) {
+            const int head = i / blocks, row = i % blocks * BLOCK_ROWS, rows = std::min(BLOCK_ROWS, T - row);
+            for (int at : cut_items) {
+                const int begin = b->query_starts[items[at].sequence] + items[at].first;
+                for (int r = std::max(row, begin); r < std::min(row + rows, begin + items[at].rows); r++)
+                    merge_chunks(*inputs[0], at, (r - begin) * c.heads + head, layer, *scratch[t]);
+            }
+            unfold(m, head, weighted.data + ((int64_t)row * c.heads + head) * out_width, c.heads * out_width, rows,
+                   inputs[0]->mixed.data + (int64_t)row * ld_mixed + head * m.value, ld_mixed,
+                   [&](int r) { return latent_lora(base, row + r); }, scratch[t]->latent);
+        }
+        team.barrier(t);
     }
 
     // Norm and rotation of queries and keys, and the cache write, one (token, head) at a time.
@@ -755,13 +895,15 @@ struct Model {
     void prepare(const Batch& batch) {  // by one thread, before the team starts
         b = &batch;
         const size_t T = batch.tokens_n, rows = round_up(std::max(batch.tokens_n, batch.wanted), TILE);
-        ld_qkv = c.heads * c.head_dim;
-        ld_kv = 2 * c.kv_heads * c.head_dim;
+        ld_qkv = latent ? c.heads * (latent->nope + latent->rope) : c.heads * c.head_dim;
+        ld_kv = latent ? latent->rank + latent->rope : 2 * c.kv_heads * c.head_dim;
         h.need(T * ld_hidden + max_padded);
         q.need(T * ld_q);
         kv.need(T * ld_kv);
         gate.need(T * std::max(ld_inter, ld_qkv) + max_padded);
         up.need(T * ld_inter);
+        if (latent) weighted.need(T * c.heads * out_width);
+        if (latent && latent->query_rank) low_query.need(T * ld_ranked);
         for (Buffer<float>* turn : {&cosine, &sine}) turn->need(T * (c.rotary_dim / 2));
         if (c.local_inv_freq) for (Buffer<float>* turn : {&local_cosine, &local_sine}) turn->need(T * (c.rotary_dim / 2));
         if (c.row_norm) rms.need(2 * T);
@@ -769,7 +911,8 @@ struct Model {
         own = team.active() > 1 && T <= OWN_ROWS && batch.wanted <= OWN_ROWS;
         for (int t = 0; t < (own ? team.active() : 1); t++) {
             inputs[t]->normed.need(rows * ld_hidden + max_padded);
-            inputs[t]->mixed.need(T * ld_q + max_padded);
+            inputs[t]->mixed.need(T * ld_mixed + max_padded);
+            inputs[t]->ranked.need(T * ld_ranked + max_padded);
             for (Codes& k : inputs[t]->coded) {
                 k.codes.need(rows * max_padded);
                 k.scale.need(rows * (max_padded / 16));
@@ -825,24 +968,20 @@ struct Model {
             const Lora* base = adapted ? loras.data() + (int64_t)l * TARGETS : nullptr;
             for (int i = 0; i < b->aux_n; i++)
                 if (b->aux_layers[i] == l) copy_aux(i, first, last);
-            const Linear *qkv[] = {&y.q, &y.k, &y.v}, *o[] = {&y.o}, *gate_up[] = {&y.gate, &y.up};
-            const Lora *lora_qkv[] = {base, base + 1, base + 2}, *lora_gu[] = {base + 4, base + 5};
-            float* out_qkv[] = {gate.data, kv.data, kv.data + c.kv_heads * c.head_dim};
-            const int ld[] = {ld_qkv, ld_kv, ld_kv};
-            Inputs& in = norm_rows(y.input_norm, qkv, 3, T, t, n);
-            linears(qkv, 3, in.normed.data, ld_hidden, in.coded, T, out_qkv, ld, false, t, n, adapted ? lora_qkv : nullptr);
-            rotate_and_store(y, l, t, n);
+            const Linear *o[] = {&y.o}, *gate_up[] = {&y.gate, &y.up};
+            const Lora* lora_gu[] = {base + 4, base + 5};
+            latent ? project_latents(y, base, t, n) : project_heads(y, base, t, n);
+            latent ? store_latents(y, l, base, t, n) : rotate_and_store(y, l, t, n);
             attention(l, t);
             if (t == 0) next.store(0);
+            if (latent) unfold_latents(y, l, base, t, n);
             int r0, r1;
             Inputs& mixed = prepare_rows(T, t, n, r0, r1);
-            for (int64_t r = r0; r < r1 && y.o_norm; r++) {
-                float* row = mixed.mixed.data + r * ld_q;
-                rms_norm(row, y.o_norm, c.heads * c.head_dim, c.eps, row);
-            }
-            quantize(o, 1, mixed.mixed.data, ld_q, r0, r1, mixed.coded);
+            float* attended = (latent ? *inputs[0] : mixed).mixed.data;
+            for (int64_t r = r0; r < r1 && y.o_norm; r++) rms_norm(attended + r * ld_mixed, y.o_norm, c.heads * c.head_dim, c.eps, attended + r * ld_mixed);
+            quantize(o, 1, attended, ld_mixed, r0, r1, mixed.coded);
             prepared(t);
-            add_to_residual(&y.o, y.attended_norm, mixed.mixed.data, ld_q, mixed.coded, t, n, adapted ? base + 3 : nullptr);
+            add_to_residual(&y.o, y.attended_norm, attended, ld_mixed, mixed.coded, t, n, adapted ? base + 3 : nullptr);
             Inputs& post = norm_rows(y.post_norm, gate_up, y.mixture ? 0 : 2, T, t, n);
             if (y.mixture) mixing.run(team, *y.mixture, post.normed.data, ld_hidden, T, h.data, ld_hidden, scratch[t]->panel.data, t, n);
             else {
@@ -922,7 +1061,7 @@ static void pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uin
 // the equal largest logits of each row, -1 where one is not a finite number. 4: the file of spilled layers could not be read. 5: a KIVI
 // cache has no page left.
 static int step(Model& m, const Batch& batch, int32_t* best) {
-    if (m.cache.empty()) return 1;
+    if (!m.allocated()) return 1;
     for (int i = 0; i < batch.tokens_n; i++) {
         if (batch.tokens[i] < 0 || batch.tokens[i] >= m.c.vocab) return 2;
         if (batch.slots[i] < 0 || batch.slots[i] >= m.slots) return 3;
@@ -962,8 +1101,8 @@ extern "C" {
 
 int karui_sizes(int which) {  // so that the wrapper can check that it mirrors the structures
     const int sizes[] = {(int)sizeof(Linear), (int)sizeof(Layer), (int)sizeof(Config), (int)sizeof(Batch), (int)sizeof(Lora), (int)sizeof(Drafter),
-                         (int)sizeof(Draft), (int)sizeof(Stream), (int)sizeof(Rounds), (int)sizeof(Medusa), (int)sizeof(Mixture)};
-    return which < 11 ? sizes[which] : -1;
+                         (int)sizeof(Draft), (int)sizeof(Stream), (int)sizeof(Rounds), (int)sizeof(Medusa), (int)sizeof(Mixture), (int)sizeof(Latent)};
+    return which < 12 ? sizes[which] : -1;
 }
 
 void karui_pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uint8_t* out) { pack(codes, n, k, k_padded, bits, out); }
@@ -1026,14 +1165,16 @@ int karui_copy_slots(void* model, const int32_t* from, const int32_t* to, int co
     for (int i = 0; i < count; i++) {
         if (!m.coded.empty() && !m.table.borrow(to[i] / m.table.size)) return 5;
         const int source = m.coded.empty() ? from[i] : m.table.row(from[i]), target = m.coded.empty() ? to[i] : m.table.row(to[i]);
-        for (const Cache& c : m.cache) copy_slot(c, source, target);
+        m.copy_slots(source, target);
     }
     return 0;
 }
 
 // The slots' keys and values out of the caches or, with `write`, into them: data [2][layers][count][kv_heads][dim] in the cache's type, scale
-// [2][layers][count][kv_heads] for int8.
+// [2][layers][count][kv_heads] for int8. Of latents data [layers][count][rank + rope], scale [layers][count][scales].
 void karui_move_slots(void* model, const int32_t* slots, int count, char* data, float* scale, int write) {
+    for (const LatentCache& c : ((Model*)model)->latents)
+        for (int i = 0; i < count; i++, data += (c.rank + c.rope) * cache_bytes(c.type), scale += c.scales()) move_latent(c, slots[i], data, scale, write);
     const std::vector<Cache>& caches = ((Model*)model)->cache;
     const int64_t layers = (int64_t)caches.size();
     for (int64_t l = 0; l < layers; l++) {
@@ -1057,7 +1198,7 @@ void karui_move_units(void* model, const int32_t* slots, int count, char* data, 
             }
 }
 
-// loras: [slots][layers][7] in the order q, k, v, o, gate, up, down; rank 0 leaves a module alone.
+// loras: [slots][layers][TARGETS]; rank 0 leaves a module alone.
 void karui_set_loras(void* model, const Lora* loras, int slots) {
     Model* m = (Model*)model;
     m->loras.assign(loras, loras + (size_t)slots * m->c.layers * TARGETS);

@@ -174,9 +174,9 @@ struct Work {
     std::vector<int32_t> sum;
 };
 
-// One linear alone, on the calling thread: y [rows, n] = x [rows, k] W^T (+ bias), or added to y. With `parts` only that part of its outputs.
-static void product(const Linear& w, const float* x, int ldx, int rows, float* y, int ldy, bool accumulate, Work& work, int part = 0,
-                    int parts = 1) {
+// One linear alone, on the calling thread: y [rows, n] = x [rows, k] W^T (+ bias), or added to y. Only its panels [first, last).
+static void product_panels(const Linear& w, const float* x, int ldx, int rows, float* y, int ldy, bool accumulate, Work& work, int first,
+                           int last) {
     const int kp = w.k_padded, blocks = kp / w.block, tiled = round_up(rows, TILE);
     work.x.assign((size_t)rows * kp + PANEL, 0.0f);
     work.panel.resize((size_t)kp * PANEL);
@@ -189,6 +189,11 @@ static void product(const Linear& w, const float* x, int ldx, int rows, float* y
             quantize_row(work.x.data() + (int64_t)r * kp, kp, w.block, w.per_token, factor(w),
                          tiled_row(work.codes.data(), work.scale.data(), work.sum.data(), r, kp, blocks));
     }
-    multiply(w, {work.x.data(), kp, work.codes.data(), work.scale.data(), work.sum.data()}, rows,
-             num_panels(w) * part / parts, num_panels(w) * (part + 1) / parts, y, ldy, accumulate, work.panel.data());
+    multiply(w, {work.x.data(), kp, work.codes.data(), work.scale.data(), work.sum.data()}, rows, first, last, y, ldy, accumulate,
+             work.panel.data());
+}
+// The same; with `parts` only that part of its outputs.
+static void product(const Linear& w, const float* x, int ldx, int rows, float* y, int ldy, bool accumulate, Work& work, int part = 0,
+                    int parts = 1) {
+    product_panels(w, x, ldx, rows, y, ldy, accumulate, work, num_panels(w) * part / parts, num_panels(w) * (part + 1) / parts);
 }

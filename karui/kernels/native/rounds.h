@@ -186,7 +186,7 @@ private:
             const int row = taken[i];
             const int32_t token = best_[first + row];
             if (row != i)
-                for (const Cache& c : m_.cache) copy_slot(c, slot(s, x.length - 1 + row), slot(s, x.length - 1 + i));
+                m_.copy_slots(slot(s, x.length - 1 + row), slot(s, x.length - 1 + i));
             if (r_.method == EAGLE3) {
                 std::copy_n(m_.aux.data + (int64_t)(first + row) * aux, aux, x.aux + (int64_t)x.pending * aux);
                 x.positions[x.pending] = x.length - 1 + i;

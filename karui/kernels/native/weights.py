@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,7 +66,7 @@ def pack(library: Library, name: str, weight: QTensor | torch.Tensor, bias: torc
         log.info("%s: %s has no kernel of its own; kept as fp32", name, weight.spec)
         weight = weight.dequantize()
     packed = (_dense(name, weight, arena) if isinstance(weight, torch.Tensor)
-              else _quantized(library, name, weight, activation_bits, arena))
+              else _laid_out(library, _codes(name, weight), activation_bits, arena))
     if bias is not None:
         packed.linear.bias = address(extra[0])
     return Packed(packed.linear, (*packed.tensors, *extra))
@@ -94,43 +94,112 @@ def _dense(name: str, w: torch.Tensor, arena: Arena) -> Packed:
     return Packed(linear, (codes,))
 
 
-def _quantized(library: Library, name: str, q: QTensor, activation_bits: int, arena: Arena) -> Packed:
+@dataclass(frozen=True)
+class _Codes:
+    """A quantized matrix [n, k] before it is laid out: unsigned codes, a scale (and zero) per row and group [n, G], and the
+    middle of the codes, which is their zero where there is none; value = (code - zero) * scale, or table[code] * scale."""
+
+    kind: int
+    bits: int
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    middle: int
+    group: int
+    per_token: bool
+    table: torch.Tensor | None
+
+    def rows(self, index: torch.Tensor) -> _Codes:
+        return replace(self, codes=self.codes[index].contiguous(), scale=self.scale[index],
+                       zero=None if self.zero is None else self.zero[index])
+
+
+def _codes(name: str, q: QTensor) -> _Codes:
     spec, (n, k) = q.spec, q.shape
-    group = spec.group_size or 0
-    k_padded = _up(k, math.lcm(CHUNK, group) if group else CHUNK)
-    table: tuple[torch.Tensor, ...] = ()
-    scale = q.scale
+    table, middle, scale = None, 0, q.scale
     if spec.format == "nf4":
         from karui.kernels.quantize.nf4 import CODEBOOK, block_absmax
 
         kind, bits, offset = NF4, 4, 0
-        scale, table = block_absmax(q), (torch.tensor(CODEBOOK, dtype=torch.float32),)
+        scale, table = block_absmax(q), torch.tensor(CODEBOOK, dtype=torch.float32)
     elif spec.format in ("mxfp4", "nvfp4"):
-        kind, bits, offset = E2M1, 4, 0
+        kind, bits, offset, middle = E2M1, 4, 0, _MIDDLE
         scale, halves = _half_scale(q), [*_HALVES, *(-x for x in _HALVES)]
-        table = (torch.tensor(halves, dtype=torch.float32),)
+        table = torch.tensor(halves, dtype=torch.float32)
     else:
         kind = QUANTIZED
         bits = 2 if spec.format != "int" else spec.bits if spec.bits <= 4 else 8
         offset = 1 if spec.format != "int" else 0 if q.zero is not None else 2 ** (bits - 1)
+        middle = offset if q.zero is None else 2 ** (spec.bits - 1)
     if not torch.isfinite(scale.float()).all():
         raise CorruptError(f"{name} has NaN or infinite scales; the file is damaged or was never filled.")
     codes = (q.codes.reshape(n, k).to(torch.int16) + offset).to(torch.uint8).contiguous()
-    group = group or k_padded
     scale = scale.expand(n, -1) if scale.shape[0] == 1 else scale
     scale = scale if scale.dtype == torch.float16 else scale.float()
-    scales = arena.take(_by_panel(scale, n, k_padded // group))
-    zeros = None if q.zero is None else arena.take(_by_panel(q.zero.expand(n, -1), n, k_padded // group))
-    packed = arena.zeros(_up(n, PANEL) * k_padded * bits // 8, torch.uint8)
-    library.pack(address(codes), n, k, k_padded, bits, address(packed))
-    per_token = spec.activation_bits == 8
-    block = (group if group % CHUNK == 0 else math.gcd(group, CHUNK)) if per_token else math.gcd(group, CHUNK)
-    linear = Linear(kind=kind, bits=bits, n=n, k=k, k_padded=k_padded, group=group, block=block, per_token=int(per_token),
-                    act_bits=16 if kind == NF4 else activation_bits, scale_fp32=int(scales.dtype == torch.float32),
-                    zero=_MIDDLE if kind == E2M1 else offset,
-                    codes=address(packed), scales=address(scales), zeros=address(zeros),
-                    table=address(table[0]) if table else None)
-    return Packed(linear, (packed, scales, *(() if zeros is None else (zeros,)), *table))
+    zero = None if q.zero is None else q.zero.expand(n, -1)
+    return _Codes(kind, bits, codes, scale, zero, middle, spec.group_size or 0, spec.activation_bits == 8, table)
+
+
+def _laid_out(library: Library, c: _Codes, activation_bits: int, arena: Arena) -> Packed:
+    n, k = c.codes.shape
+    k_padded = _up(k, math.lcm(CHUNK, c.group) if c.group else CHUNK)
+    group = c.group or k_padded
+    scales = arena.take(_by_panel(c.scale, n, k_padded // group))
+    zeros = None if c.zero is None else arena.take(_by_panel(c.zero, n, k_padded // group))
+    packed = arena.zeros(_up(n, PANEL) * k_padded * c.bits // 8, torch.uint8)
+    library.pack(address(c.codes), n, k, k_padded, c.bits, address(packed))
+    block = (group if group % CHUNK == 0 else math.gcd(group, CHUNK)) if c.per_token else math.gcd(group, CHUNK)
+    linear = Linear(kind=c.kind, bits=c.bits, n=n, k=k, k_padded=k_padded, group=group, block=block, per_token=int(c.per_token),
+                    act_bits=16 if c.kind == NF4 else activation_bits, scale_fp32=int(scales.dtype == torch.float32),
+                    zero=c.middle, codes=address(packed), scales=address(scales), zeros=address(zeros), table=address(c.table))
+    return Packed(linear, tuple(t for t in (packed, scales, zeros, c.table) if t is not None))
+
+
+@dataclass(frozen=True)
+class Across:
+    """The two halves of latent attention's kv_b_proj, W_UK [A * rank, nope] across and W_UV [A * value, rank], each head's rows
+    padded to a multiple of 16; and what the codes of W_UK lack: `scale` and `shift` [A, G, nope] or None, of G groups of `group`
+    outputs."""
+
+    fold: Packed
+    unfold: Packed
+    group: int
+    scale: torch.Tensor | None
+    shift: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        beside = sum(t.numel() * 4 for t in (self.scale, self.shift) if t is not None)
+        return self.fold.nbytes + self.unfold.nbytes + beside
+
+
+def pack_across(library: Library, name: str, weight: QTensor | torch.Tensor, heads: int, nope: int, activation_bits: int,
+                arena: Arena) -> Across:
+    """W_UK and W_UV of `weight` [A * (nope + value), rank]: the same codes, of W_UK those of a head transposed."""
+    if isinstance(weight, QTensor) and not _fits(weight):
+        log.info("%s: %s has no kernel of its own; kept as fp32", name, weight.spec)
+        weight = weight.dequantize()
+    (out, rank), each = weight.shape, weight.shape[0] // heads
+    value = each - nope
+    rows = torch.arange(out).view(heads, each)
+    # rows of the padding repeat the last one; nothing reads what they give
+    down = torch.arange(_up(rank, PANEL)).clamp_max(rank - 1)
+    values = rows[:, nope:][:, torch.arange(_up(value, PANEL)).clamp_max(value - 1)].flatten()
+
+    def across(x: torch.Tensor) -> torch.Tensor:
+        return x[rows[:, :nope].flatten()].view(heads, nope, rank).transpose(1, 2)[:, down].reshape(-1, nope).contiguous()
+
+    if isinstance(weight, torch.Tensor):
+        return Across(_dense(name, across(weight), arena), _dense(name, weight[values], arena), rank, None, None)
+    c = _codes(name, weight)
+    bits = 16 if c.per_token else activation_bits  # such a grid rounds the latent, see `Latent.rounded`
+    scale = c.scale.float()[rows[:, :nope]].transpose(1, 2).contiguous()
+    shift = None if c.zero is None else (c.zero.float()[rows[:, :nope]].transpose(1, 2) - c.middle).contiguous()
+    codes = across(c.codes)
+    ones = torch.ones(len(codes), 1, dtype=torch.float16)
+    bare = replace(c, codes=codes, scale=ones, zero=None, group=0, per_token=False)
+    fold, unfold = (_laid_out(library, part, bits, arena) for part in (bare, c.rows(values)))
+    return Across(fold, unfold, c.group or rank, scale, shift)
 
 
 def _half_scale(q: QTensor) -> torch.Tensor:
