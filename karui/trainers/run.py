@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.recipe import Recipe
+from karui.kernels.cores import usable_cores
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -450,7 +451,7 @@ def _set_threads(recipe: Recipe, accelerator: Accelerator) -> None:
         torch.set_num_threads(recipe.run.threads)
     elif accelerator.num_processes > 1 and accelerator.device.type == "cpu":
         local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+        torch.set_num_threads(max(1, usable_cores() // local))
 
 
 def _check_vocabulary(model: Any, samples: SampleSet) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from karui.kernels.cores import usable_cores
 from karui.kernels.native.arena import Arena
 
 
@@ -25,7 +25,7 @@ class Machine:
 def measure_machine(threads: int | None = None, size_mib: int = 384, repeats: int = 5) -> Machine:
     """Best of `repeats`, the memory on huge pages as weights are. The fp32 product is a yardstick, not a ceiling: int8 arithmetic
     may pass it."""
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or usable_cores()
     array = Arena().zeros(size_mib << 18, torch.float32).fill_(1).numpy()
     parts = np.array_split(array, threads)
     with ThreadPoolExecutor(threads) as pool:

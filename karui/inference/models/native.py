@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +33,7 @@ from karui.inference.models.decoder import LoraWeights
 from karui.inference.models.rope import cos_sin, halves, inverse_frequencies, kind_of
 from karui.inference.models.streaming import streamed_layers
 from karui.inference.models.weights import CORRECTION, CheckedWeights, Weights, canonical, take_rows
+from karui.kernels.cores import usable_cores
 from karui.kernels.native import quiet_torch
 from karui.kernels.native.arena import Arena
 from karui.kernels.native.kivi import UNIT, to_rows, to_units
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 def default_threads() -> int:
     """Physical cores this process may run on."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = usable_cores()
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 

@@ -45,10 +45,11 @@ class Arena:
 def _mapping(size: int) -> torch.Tensor:
     """uint8 [at least size], zeroed, starting on a boundary of a huge page."""
     size = (size + HUGE - 1) // HUGE * HUGE
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(size, dtype=torch.uint8)
     area = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without transparent huge pages: the memory serves all the same
-        area.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with suppress(OSError):  # a kernel without transparent huge pages: the memory serves all the same
+            area.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps `area` alive
     return whole[-whole.data_ptr() % HUGE:][:size]
