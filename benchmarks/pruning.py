@@ -1,6 +1,6 @@
-"""Pruning of SmolLM2-135M: what masks, narrower layers, fewer layers and fewer experts cost, by what is chosen to go.
+"""Pruning of SmolLM2-135M: what masks, narrower layers and fewer layers cost, by what is chosen to go.
 
-    python benchmarks/pruning.py [--quick] [--json OUT] [--only sparse,width,experts] [--skip 4:8,gptq] [--cache DIR]
+    python benchmarks/pruning.py [--quick] [--json OUT] [--only sparse,width] [--skip 4:8,gptq] [--cache DIR]
 
 sparse   half of the weights of all 210 linears are zero: any (0.5), 2 of 4 or 4 of 8 neighbours, by magnitude, Wanda and SparseGPT;
          and on a grid too: SparseGPT's zeros kept by GPTQ. Perplexity and calibration as in benchmarks/quality.py (64 x 512 tokens, 40
@@ -9,8 +9,8 @@ width    some 21 % fewer parameters: neurons of the feed-forward layers, a group
          activation, as Minitron has it, by the weights' norms, at random), or 8 of 30 layers (by block influence, evenly). Perplexity on
          the first `--few` windows right after the cut and after `--steps` steps of 4 x 128 tokens of wikitext2_valid.txt by label + KLD
          (0.5 + 1; lr 3e-4) from a teacher that has read the same text as often. Goals: activation below the two others.
-experts  a mixture of 4 experts, 2 a token, upcycled from the model and trained for `--steps` steps of 2 x 128 tokens of wikitext and 2 x
-         128 of GSM8K answers (lr 3e-4); 3 are left: the most used, the least used, at random. Mean loss of both texts.
+
+Experts of a mixture: benchmarks/mixtures.py.
 
 Each run is a process of its own; with --cache it leaves a JSON file in DIR and is not repeated. `--one NAME` makes a single run.
 """
@@ -137,71 +137,31 @@ def teacher_folder(a: argparse.Namespace) -> Path:
     return Path(a.cache) / f"teacher-{a.steps}"
 
 
-def train(a: argparse.Namespace, model: Path, output: Path, teacher: Path | None, text: Path | None = None) -> Path:
+def train(a: argparse.Namespace, model: Path, output: Path, teacher: Path | None) -> Path:
     """The folder of the trained model: on labels, or on labels and what the teacher says."""
     from karui.configs.recipe import Recipe
     from karui.trainers.run import run_recipe
 
-    if text is None:
-        text = output.parent / "train.txt"
-        words = (DATA / "wikitext2_valid.txt").read_text(encoding="utf-8").split(" ")
-        text.write_text(" ".join(words[: 512 * a.steps * 2]), encoding="utf-8")
+    text = output.parent / "train.txt"
+    words = (DATA / "wikitext2_valid.txt").read_text(encoding="utf-8").split(" ")
+    text.write_text(" ".join(words[: 512 * a.steps * 2]), encoding="utf-8")
     objective = {"kind": "sft"} if teacher is None else {"kind": "distil", "label": 0.5, "teacher": str(teacher)}
     done = run_recipe(Recipe.build({
         "name": "heal", "model": str(model), "data": {"train": str(text), "format": "text", "max_length": 128}, "prepare": [],
         "objective": objective,
-        "optim": {"lr": 1e-4 if teacher is None and "experts" not in model.name else 3e-4, "batch": 4, "steps": a.steps,
-                  "micro_tokens": 512, "warmup": 0.1},
+        "optim": {"lr": 1e-4 if teacher is None else 3e-4, "batch": 4, "steps": a.steps, "micro_tokens": 512, "warmup": 0.1},
         "run": {"output": str(output), "seed": a.seed, "threads": a.threads, "matmul": a.matmul}, "track": {"to": "none"}}))
     assert done.final is not None
     return done.final
 
 
-def experts(a: argparse.Namespace, name: str) -> dict[str, Any]:
-    """All choices on one trained mixture: `mixture`."""
-    import copy
-
-    import torch
-
-    from karui.distill.prune.experts import keep_experts, mixtures, router_mass
-    from karui.distill.reshape import upcycle
-
-    model, tokenizer = load_model(a)
-    mixture: Any = upcycle.convert(model, 4, 2)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder, text = Path(scratch) / "experts", Path(scratch) / "train.txt"
-        mixture.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        wiki = (DATA / "wikitext2_valid.txt").read_text(encoding="utf-8").split(" ")[: 256 * a.steps * 2]
-        maths = [f"{r['question']}\n{r['answer']}" for r in map(json.loads, (DATA / "gsm8k_train.jsonl").open(encoding="utf-8"))]
-        numbers = " ".join(maths).split(" ")[: 256 * a.steps * 2]
-        parts = [" ".join(x[i : i + 200]) for i in range(0, len(wiki), 200) for x in (wiki, numbers)]
-        text.write_text("\n\n".join(parts), encoding="utf-8")
-        model = load_model(a, train(a, folder, Path(scratch) / "run", None, text))[0].eval()
-    rows = list(calibration(tokenizer, min(a.samples, WIDTH_ROWS)))
-    mass = router_mass(model, rows)
-    shares = torch.stack([m / m.sum() for m in mass.values()])
-    down = [block.experts.down_proj.detach().flatten(1) for _, block in mixtures(model)]
-    apart = sum(float((d - d.mean(0)).norm() / d.norm()) for d in down) / len(down)
-    found = {"apart": apart, "most": float(shares.max(1).values.mean()), "least": float(shares.min(1).values.mean()),
-             "whole": scored(model, tokenizer, a.few, a.few)}
-    draw = torch.Generator().manual_seed(a.seed)
-    for choice in ("most used", "least used", "random"):
-        student = copy.deepcopy(model)
-        scores = {k: torch.rand(len(v), generator=draw) if choice == "random" else v if choice == "most used" else -v
-                  for k, v in mass.items()}
-        keep_experts(student, {k: v.argsort(descending=True)[:3].sort().values for k, v in scores.items()})
-        found[choice] = scored(student, tokenizer, a.few, a.few)
-    return found
-
-
-PARTS = {"sparse": sparse, "width": width, "experts": experts}
+PARTS = {"sparse": sparse, "width": width}
 
 
 def one(a: argparse.Namespace, part: str, name: str) -> dict[str, Any]:
     """A run in a process of its own, or what an earlier one has left in the cache; empty when it failed, with the reason printed."""
-    own = {"sparse": ("samples", "windows"), "width": ("samples", "few", "seed") + (("steps", "matmul") if "healed" in name or name == "whole" else ()),
-           "experts": ("samples", "few", "seed", "steps", "matmul")}[part]  # fmt: skip
+    own = {"sparse": ("samples", "windows"),
+           "width": ("samples", "few", "seed") + (("steps", "matmul") if "healed" in name or name == "whole" else ())}[part]  # fmt: skip
     key = [part, name, a.model, *(getattr(a, k) for k in own)]
     file = Path(a.cache) / f"{part}-{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}.json".replace(" ", "_")
     if file.is_file():
@@ -272,21 +232,9 @@ def width_figures(a: argparse.Namespace) -> list[Figure]:
     return figures
 
 
-def experts_figures(a: argparse.Namespace) -> list[Figure]:
-    run = one(a, "experts", "mixture")
-    if not run:
-        return [Figure(name="mixture", ours=None, unit="ppl", note="failed, see above")]
-    told = f"experts {run['apart']:.4f} of their norm apart; shares of the router's mass {run['least']:.3f} to {run['most']:.3f} (even: 0.25)"
-    figures = []
-    for key, unit in (("perplexity", "ppl"), ("gsm8k", "nats")):
-        figures += [Figure(name=f"mixture, {choice}, {key}", ours=run[choice][key], unit=unit, better="lower", note=told if choice == "whole" else "")
-                    for choice in ("whole", "most used", "random", "least used")]
-    return [*figures, against("most used against random", run["most used"]["perplexity"], run["random"]["perplexity"], "random")]
-
-
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--only", default="sparse,width,experts")
+    parser.add_argument("--only", default="sparse,width")
     parser.add_argument("--skip", default="", help="runs whose names hold one of these are left out")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--samples", type=int, default=64)
@@ -308,9 +256,9 @@ def main() -> None:
         a.samples, a.windows, a.few, a.steps = 12, 8, 4, 8
     a.cache = a.cache or Path(tempfile.mkdtemp(prefix="karui-pruning-"))
     a.cache.mkdir(parents=True, exist_ok=True)
-    wanted = ("sparse,width" if a.quick and a.only.count(",") == 2 else a.only).split(",")
+    wanted = a.only.split(",")
     figures: list[Figure] = []
-    for part, make in (("sparse", sparse_figures), ("width", width_figures), ("experts", experts_figures)):
+    for part, make in (("sparse", sparse_figures), ("width", width_figures)):
         if part in wanted:
             figures += make(a)
     report(figures, a.json, samples=a.samples, windows=a.windows, few=a.few, steps=a.steps, seed=a.seed)

@@ -1,12 +1,13 @@
 """The routers of a mixture of experts, as transformers lays them out: a block with `experts` and a `gate` or `router`, which
 gives (logits [T, E], weights [T, k], indices [T, k]) of the tokens that came in.
 
-How a router scores is not read off its name: one block is tried on random numbers, and the scores are those that its weights
-agree with, the softmax over the experts or the sigmoid of each.
+How a router scores is not read off its name: one is tried on random numbers, and the scores are those that its weights agree
+with, the softmax over the experts or the sigmoid of each.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,28 +95,23 @@ def _scored(block: Any) -> bool | None:
     weight = next(router.parameters(), None)
     if weight is None or weight.ndim != 2:
         return None
-    inner = next((p for p in block.experts.parameters() if p.is_floating_point()), weight)
-    draw = torch.Generator().manual_seed(0)
-    probe = 3 * torch.randn(1, 16, weight.shape[1], generator=draw).to(weight.device, inner.dtype)
-    given: list[Any] = []
-    handle = router.register_forward_hook(lambda module, args, out: given.append(out))
-    modes = {m: m.training for m in block.modules()}
-    block.eval()
+    probe = 3 * torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    held = bias_of(block)
+    more = [getattr(*held)] if held and len(inspect.signature(router.forward).parameters) > 1 else []  # it is the block's
+    was_training = router.training
+    router.eval()
     try:
-        block(probe)
+        out = router(probe, *more)
     except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
         return None
     finally:
-        handle.remove()
-        for m, training in modes.items():
-            m.training = training
-    out = given[0] if given else None
+        router.train(was_training)
     if not (isinstance(out, tuple) and len(out) == 3 and all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in out)):
         return None
     logits, weights, indices = out[0].float(), out[1].float().clamp_min(1e-30).log(), out[2]
-    if indices.is_floating_point() or weights.shape != indices.shape or logits.shape[0] != probe.shape[1]:
+    if indices.is_floating_point() or weights.shape != indices.shape or len(logits) != len(probe):
         return None
-    corrected = bias_of(block) is not None
+    corrected = held is not None
     if indices.shape[1] == 1 and float(weights.std()) < 1e-3:  # one expert, weighed 1: nothing to tell them by
         return corrected
     error = {}

@@ -124,6 +124,7 @@ class Loop:
             "tokens_per_s": tokens / seconds_training if seconds_training else None,
             "seconds": time.perf_counter() - begin,
             "skipped_steps": state.skipped,
+            **{k: v for k, v in self.last.items() if k.startswith("moe_")},
         }
 
     def train_step(self) -> None:

@@ -6,10 +6,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.distill.prune import sparsegpt, wanda
-from karui.distill.prune.experts import prune_experts, router_mass
+from karui.distill.prune.experts import prune_experts, router_mass, router_use
 from karui.distill.prune.layers import block_influence, drop_layers, keep_layers
 from karui.distill.prune.sparse import METHODS, prune_sparse, read_pattern
 from karui.distill.prune.width import importance, prune_width
+from karui.distill.routers import find_routers
 
 
 def llama(tied=True, **options):
@@ -277,6 +278,40 @@ def test_the_most_used_experts_are_kept():
         assert torch.equal(layer.mlp.experts.down_proj, old[i][wanted[i]])
 
 
+def test_the_least_used_experts_go_or_any():
+    model = moe()
+    use = router_use(model, rows())
+    counts = [use[f"model.layers.{i}.mlp"][1] for i in range(2)]
+    chosen = []
+    handle = model.model.layers[1].mlp.gate.register_forward_hook(lambda m, a, out: chosen.append(out[2]))
+    for row in rows():
+        model(row[None])
+    handle.remove()
+    assert torch.equal(counts[1], torch.bincount(torch.cat(chosen).flatten(), minlength=6).double())
+    old = [layer.mlp.experts.down_proj.detach().clone() for layer in model.model.layers]
+    prune_experts(model, rows(), 3, "count")
+    for layer, before, count in zip(model.model.layers, old, counts):
+        assert torch.equal(layer.mlp.experts.down_proj, before[(-count).argsort(stable=True)[:3].sort().values])
+    drawn = [prune_experts(moe(), rows(), 3, "random", seed).lines for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("kind", ["minimax_m2", "ernie4_5_moe", "glm4_moe"])
+def test_a_correction_bias_goes_with_its_expert(kind, tmp_path):
+    """It may belong to the router, to a module in it, or to the block; experts are chosen by it, and weighed without it."""
+    from tests.distill.test_balance import tiny as mixture_of
+
+    model = mixture_of(kind).eval()
+    router = find_routers(model)[0]
+    bias = router.bias.detach().clone().flatten()
+    mass, count = router_use(model, rows(vocab=64))[router.name]
+    kept = count.argsort(descending=True, stable=True)[:3].sort().values
+    assert float(mass.sum()) > 0 and float(count.sum()) == 60 * 2
+    prune_experts(model, rows(vocab=64), 3, "count")
+    assert torch.equal(find_routers(model)[0].bias.flatten(), bias[kept])
+    reloaded(model, tmp_path)
+
+
 def test_bad_requests_are_named():
     with pytest.raises(KaruiError, match="expected 1 to 4"):
         drop_layers(llama(), 5)
@@ -306,6 +341,8 @@ def test_bad_requests_are_named():
         prune_experts(llama(), rows(), 2)
     with pytest.raises(KaruiError, match=r"expected 2 \(experts per token\) to 5"):
         prune_experts(moe(), rows(), 1)
+    with pytest.raises(KaruiError, match="experts by 'size' are not known; valid: score, count, random"):
+        prune_experts(moe(), rows(), 3, "size")
     with pytest.raises(UnsupportedError, match="layer 0 holds its experts in one tensor"):
         prune_sparse(moe(), rows(), 0.5)
     with pytest.raises(KaruiError, match="'obc' is not known; valid: sparsegpt, wanda, magnitude"):

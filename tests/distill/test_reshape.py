@@ -147,6 +147,19 @@ def test_a_mixture_of_whole_copies_starts_as_the_dense_model(kind, numbers, tmp_
         check_everywhere(mixture, tmp_path)
 
 
+@pytest.mark.parametrize(("kind", "numbers"), [("llama", (6, 2, 2)), ("llama", (3, 1, 1)), ("qwen2", (4, 2, 1)), ("qwen3", (8, 4, 2))])
+def test_a_mixture_with_a_correction_bias_starts_as_the_dense_model(kind, numbers, tmp_path):
+    model = tiny(kind)
+    mixture = upcycle.convert(model, *numbers, correction=True)
+    assert mixture.config.model_type == "glm4_moe"
+    torch.testing.assert_close(logits(mixture), logits(model), atol=2e-4, rtol=2e-4)
+    bias = mixture.model.layers[0].mlp.gate.e_score_correction_bias
+    assert bias.dtype == torch.float32 and bias.shape == numbers[:1] and not bias.any()
+    bias += torch.linspace(-1, 1, numbers[0])  # other experts: copies as well
+    torch.testing.assert_close(logits(mixture), logits(model), atol=2e-4, rtol=2e-4)
+    check_everywhere(mixture, tmp_path)
+
+
 def test_routers_differ_by_layer_and_seed_and_experts_are_copies():
     model = tiny()
     blocks = [layer.mlp for layer in upcycle.convert(model, 4, 2, router_std=0.02, seed=3).model.layers]

@@ -1,8 +1,6 @@
 """Behavioural: balancing a mixture's experts while it trains does not depend on the cut, resumes to the same bits, and balances."""
 
-import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +22,9 @@ from karui.trainers.pipeline import run_pipeline
 from karui.trainers.preflight import dry_run
 from karui.trainers.run import prepare, run_recipe
 from karui.trainers.step import accumulate
+from tests.trainers.launching import forget_after, job, launch, weights
 from tests.trainers.test_architectures import KINDS, folder_of  # noqa: F401
-from tests.trainers.test_invariance import launch, same
+from tests.trainers.test_invariance import same
 
 WEIGHTS = {"switch": 0.3, "sequence": 0.2}
 OPTIM = {"lr": 1e-3, "batch": 8, "steps": 1, "micro_tokens": 4096}
@@ -136,33 +135,36 @@ def test_the_first_update_of_the_batch_wise_loss_balances_nothing(recipe_of):
     same(none, first, 1e-5)
 
 
-RANK = """
-import sys, json, torch
-from safetensors.torch import save_file
-from karui.configs.recipe import Recipe
-sys.path.insert(0, sys.argv[3])
-from tests.trainers.test_balance import gradients
-import torch.distributed as dist
-grads, found, figures = gradients(Recipe.build(json.load(open(sys.argv[1]))), loads=True)
-assert dist.get_world_size() == 2
-if dist.get_rank() == 0:
-    save_file({k: v.contiguous() for k, v in grads.items()}, sys.argv[2])
-    json.dump(figures, open(sys.argv[2] + ".json", "w"))
-dist.destroy_process_group()
-"""
+RANKS = {
+    "switch": ("mixtral", {"balance": "switch", "weight": 0.3, "z_loss": 0.01}, "none"),
+    "sequence": ("mixtral", {"balance": "sequence", "weight": 0.3}, "fsdp2"),
+    "buffer": ("deepseek_v3", {"balance": "bias", "weight": 0.01}, "none"),
+    "parameter": ("ernie4_5_moe", {"balance": "bias", "speed": 0.02}, "fsdp2"),
+}
 
 
-@pytest.mark.parametrize("balance", MOE)
-def test_two_ranks_are_one(balance, recipe_of, tmp_path):
-    recipe = recipe_of("mixtral", moe=MOE[balance], optim={"batch": 7, "steps": 1, "micro_tokens": 128})
-    one, _, figures = gradients(recipe, loads=True)
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe.dump()))
-    (tmp_path / "rank.py").write_text(RANK)
-    out = tmp_path / "two.safetensors"
-    done = launch(tmp_path / "rank.py", tmp_path / "recipe.json", out, Path(__file__).resolve().parents[2])
-    assert done.returncode == 0, done.stderr[:3500]
-    same(one, {k.removeprefix("module."): v for k, v in load_file(out).items()}, 3e-6)
-    assert json.loads(Path(f"{out}.json").read_text()) == pytest.approx(figures, rel=1e-5)
+def test_two_ranks_are_one(recipe_of, tmp_path):
+    """From the start, and from a checkpoint of one process; DDP and FSDP2, where a bias that is a parameter is split."""
+    def recipe(name, where, sharding):
+        kind, moe, _ = RANKS[name]
+        return recipe_of(kind, moe=moe, optim={"lr": 1e-3, "batch": 7, "steps": 4, "micro_tokens": 128},
+                         run={"output": str(tmp_path / f"{name}-{where}"), "sharding": sharding, "checkpoint_every": 2, "keep": 4})
+
+    alone = {name: run_recipe(recipe(name, "alone", "none")).folder for name in RANKS}
+    jobs = [job(recipe(name, "two", sharding)) for name, (_, _, sharding) in RANKS.items()]
+    for name, (_, _, sharding) in RANKS.items():
+        there = recipe(name, "resumed", sharding)
+        shutil.copytree(alone[name], there.output)
+        forget_after(there.output, 2)
+        jobs.append(job(there, resume=True))
+    done = launch(tmp_path, jobs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in RANKS:
+        for where in ("two", "resumed"):
+            for mine, theirs in zip(read_log(tmp_path / f"{name}-{where}"), read_log(alone[name])):
+                keys = [k for k in mine if k.startswith("moe_") or "loss" in k]
+                assert [mine[k] for k in keys] == pytest.approx([theirs[k] for k in keys], rel=1e-5, abs=1e-6), (name, where)
+            torch.testing.assert_close(weights(tmp_path / f"{name}-{where}"), weights(alone[name]), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(("kind", "moe"), [

@@ -32,6 +32,7 @@ class UpcycleStep(Section):
     experts: int = Field(ge=2, description="experts of each layer")
     top_k: int = Field(2, ge=1, description="experts a token goes through")
     split: int = Field(1, ge=1, description="experts that one copy of the feed-forward layer is cut into")
+    correction: bool = Field(False, description="routers with the bias that moe.balance bias moves; the model becomes a glm4_moe")
     router_std: float = Field(0.02, gt=0, description="standard deviation of the routers' first weights")
 
     @model_validator(mode="after")

@@ -11,7 +11,8 @@ With `split` G a copy is cut into G experts, each with a random G-th of its neur
                           (LLaMA-MoE, arXiv 2406.16554: a random partition, scaled by G / top_k). It has to be healed
 
 llama and mistral become mixtral, qwen3 becomes qwen3_moe, qwen2 becomes qwen2_moe, which always has a shared expert as well: it
-starts as one that answers zero. The training that follows adds no loss that balances the experts.
+starts as one that answers zero. With `correction` all of them become glm4_moe, with such an expert too, whose routers score by
+sigmoids and choose by scores and a bias, the one that `moe: {balance: bias}` moves (arXiv 2408.15664); it starts at zero.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from karui.distill.reshape import MIXTURES, check_type, common, rebuild
 _TARGET = {"llama": "mixtral", "mistral": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
 
 
-def plan(config: Any, experts: int, top_k: int = 2, split: int = 1) -> Any:
+def plan(config: Any, experts: int, top_k: int = 2, split: int = 1, correction: bool = False) -> Any:
     """The configuration of the mixture.
 
     Raises:
@@ -47,9 +48,15 @@ def plan(config: Any, experts: int, top_k: int = 2, split: int = 1) -> Any:
         raise KaruiError(f"upcycle-moe: split is {split}, which does not divide the {width} neurons of the feed-forward layers.")
     if getattr(config, "layer_types", None) and "sliding_attention" in config.layer_types:
         raise UnsupportedError("upcycle-moe: mixtures have no configuration with local and global layers; take one without.")
-    kind = _TARGET[config.model_type]
+    kind = "glm4_moe" if correction else _TARGET[config.model_type]
     values = {**common(config), "num_experts_per_tok": top_k}
-    if kind == "mixtral":
+    if kind == "glm4_moe":
+        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            raise UnsupportedError("upcycle-moe: a glm4_moe has no sliding window, this model has one; leave correction out.")
+        values |= {"n_routed_experts": experts, "moe_intermediate_size": width // split, "n_shared_experts": 1,
+                   "first_k_dense_replace": 0, "num_mtp_layers": 0, "partial_rotary_factor": 1.0,
+                   "use_qk_norm": config.model_type == "qwen3", "attention_bias": config.model_type == "qwen2"}
+    elif kind == "mixtral":
         values |= {"num_local_experts": experts, "intermediate_size": width // split,
                    "sliding_window": getattr(config, "sliding_window", None)}
     else:
@@ -61,10 +68,11 @@ def plan(config: Any, experts: int, top_k: int = 2, split: int = 1) -> Any:
 
 
 @torch.no_grad()
-def convert(model: nn.Module, experts: int, top_k: int = 2, split: int = 1, router_std: float = 0.02, seed: int = 0) -> nn.Module:
+def convert(model: nn.Module, experts: int, top_k: int = 2, split: int = 1, correction: bool = False, router_std: float = 0.02,
+            seed: int = 0) -> nn.Module:
     """The model as a mixture; `seed` draws routers and partitions. Raises as `plan` does."""
     old: Any = model.config
-    config = plan(old, experts, top_k, split)
+    config = plan(old, experts, top_k, split, correction)
     draw = torch.Generator().manual_seed(seed)
     state = dict(model.state_dict())
     for i in range(old.num_hidden_layers):
@@ -80,9 +88,13 @@ def convert(model: nn.Module, experts: int, top_k: int = 2, split: int = 1, rout
         whole = top_k % split == 0
         router = torch.randn(copies if whole else experts, old.hidden_size, generator=draw) * router_std
         state[f"{at}gate.weight"] = (router.repeat_interleave(split, 0) if whole else router).to(gate)
-        if config.model_type == "qwen2_moe":
-            width = config.shared_expert_intermediate_size
+        if config.model_type in ("qwen2_moe", "glm4_moe"):
+            width = old.intermediate_size // split
             shared = {"gate": gate[:width].clone(), "up": up[:width].clone(), "down": torch.zeros_like(down[:, :width])}
-            state |= {f"{at}shared_expert.{name}_proj.weight": w for name, w in shared.items()}
+            name_of = "shared_expert" if config.model_type == "qwen2_moe" else "shared_experts"
+            state |= {f"{at}{name_of}.{name}_proj.weight": w for name, w in shared.items()}
+        if config.model_type == "qwen2_moe":
             state[f"{at}shared_expert_gate.weight"] = torch.zeros_like(gate[:1])
+        elif config.model_type == "glm4_moe":
+            state[f"{at}gate.e_score_correction_bias"] = torch.zeros(experts)
     return rebuild(model, config, state)

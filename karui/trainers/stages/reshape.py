@@ -15,7 +15,7 @@ from karui.trainers.stages.base import Stage
 _METHODS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "merge-kv-heads": ("kv_heads", ("kv_heads",), ("pooling",)),
     "sliding-window": ("window", ("window", "every"), ()),
-    "upcycle-moe": ("upcycle", ("experts", "top_k", "split"), ("router_std",)),
+    "upcycle-moe": ("upcycle", ("experts", "top_k", "split", "correction"), ("router_std",)),
     "mla": ("latent", ("rank", "rope_dims"), ()),
     "sparse-attention": ("sparse", ("top_k", "index_heads", "index_head_dim", "query_rank"), ("start",)),
 }
