@@ -471,7 +471,7 @@ class Engine:
             drafts["nodes"] = min(drafts["nodes"], room)
         size = self.pool.block_size
         rows, width = [work.sequence.table_row for work in plan.works], max(-(-a.reach // size) for a in alone)
-        tables = np.ascontiguousarray(self.scheduler.tables[0, rows, :width])
+        tables = np.ascontiguousarray(self.scheduler.tables[:, rows, :width])
         gained = runner.decode(alone, tables, rounds, _gain(rounds, drafts), aux_layers, drafts)
         if not gained.rounds:
             return False

@@ -43,9 +43,9 @@ def keeping(runner):
 def engine_of(runner, kv_dtype="float32", drafts=None, **options):
     if drafts:
         drafts = SpeculationConfig.parse(drafts)
-        drafts = Speculation(drafts, Speculator(drafts, runner.config).new)
+        options["speculation"] = Speculation(drafts, Speculator(drafts, runner.config).new)
     block = 32 if kv_dtype.startswith("kivi") else 4
-    return Engine(runner, kv_dtype=kv_dtype, speculation=drafts, **{"block_size": block, "memory": "4MB", "max_context": 192, **options})
+    return Engine(runner, kv_dtype=kv_dtype, **{"block_size": block, "memory": "4MB", "max_context": 192, **options})
 
 
 def said(engine, requests):
@@ -76,16 +76,22 @@ def test_tokens_are_those_of_an_engine_that_keeps_all_keys(case, kv_dtype):
 
 
 @pytest.mark.skipif(not available(), reason="no C++ compiler here")
-@pytest.mark.parametrize("kv_dtype", ["float16", "int8", "kivi2"])
-def test_the_native_runner_too(kv_dtype):
-    """Several steps in one call, drafts in C++, and step by step."""
+@pytest.mark.parametrize(("case", "kv_dtype"), [("mistral", "float16"), ("mistral", "int8"), ("mistral", "kivi2"), ("gemma3", "float32"),
+                                                ("gemma2", "int8"), ("gpt_oss", "float16")])
+def test_the_native_runner_too(case, kv_dtype):
+    """Several steps in one call, drafts in C++, chains and trees, and step by step; forks and beams."""
     asked = [Request(prompt=r.prompt, params=SamplingParams(max_tokens=40, ignore_eos=True)) for r in requests(100)]
-    want = said(engine_of(keeping(runner_of("mistral", native=True)), kv_dtype), asked)
-    runner = runner_of("mistral", native=True)
+    several = requests(40, 8)
+    kept, runner = (make(runner_of(case, native=True)) for make in (keeping, lambda r: r))
+    want, want_several = said(engine_of(kept, kv_dtype), asked), said(engine_of(kept, kv_dtype), several)
     engine = engine_of(runner, kv_dtype)
-    assert engine.groups.windows == (20,)
+    assert engine.groups.windows == ((20,) if case == "mistral" else runner_of(case).kv_groups(kv_dtype).windows)
     assert said(engine, asked) == want and said(engine, asked) == want and engine.stats.num_cached_prompt_tokens > 0
-    assert said(engine_of(runner, kv_dtype, "ngram:4"), asked) == want
+    assert said(engine_of(runner, kv_dtype), several) == want_several
+    for method in ("ngram", "lookahead") if kv_dtype != "kivi2" else ("ngram",):
+        spec = SpeculationConfig(method=method, adaptive=False, n_min=1)
+        drafting = engine_of(runner, kv_dtype, speculation=Speculation(spec, Speculator(spec, runner.config).new))
+        assert said(drafting, asked) == want and drafting.stats.num_drafted_tokens > 0
     assert said(preempting(engine_of(runner, kv_dtype, max_tokens_per_step=9, max_sequences=4, ahead=1), 7), asked) == want
 
 
@@ -97,10 +103,13 @@ def test_rejected_drafts(drafts):
     assert said(engine, asked) == said(engine_of(keeping(runner_of("gemma3"))), asked) and engine.stats.num_drafted_tokens > 0
 
 
-@pytest.mark.parametrize(("case", "kv_dtype"), [("gemma3", "int8"), ("mistral", "float32"), ("gemma2", "kivi4")])
-def test_prefixes_are_handed_over(case, kv_dtype, tmp_path):
+@pytest.mark.parametrize(("case", "kv_dtype", "native"), [
+    ("gemma3", "int8", False), ("mistral", "float32", False), ("gemma2", "kivi4", False), ("gemma3", "int8", True), ("gpt_oss", "float16", True)])
+def test_prefixes_are_handed_over(case, kv_dtype, native, tmp_path):
+    if native and not available():
+        pytest.skip("no C++ compiler here")
     asked = requests(110, 8)[:1]
-    first, second = engine_of(runner_of(case), kv_dtype), engine_of(runner_of(case), kv_dtype)
+    first, second = (engine_of(runner_of(case, native), kv_dtype) for _ in range(2))
     want = said(first, asked)
     first.export_prefix(asked[0].prompt).save(tmp_path / "p.safetensors")
     prefix = Prefix.load(tmp_path / "p.safetensors")
@@ -111,19 +120,20 @@ def test_prefixes_are_handed_over(case, kv_dtype, tmp_path):
     again = second.export_prefix(asked[0].prompt)
     assert torch.equal(again.data, prefix.data) and again.starts == prefix.starts
     with pytest.raises(KaruiError, match="from token .* on alone"):
-        engine_of(keeping(runner_of(case)), kv_dtype).import_prefix(prefix)
-    full = engine_of(keeping(runner_of(case)), kv_dtype)  # the other way: all keys into an engine that keeps some
+        engine_of(keeping(runner_of(case, native)), kv_dtype).import_prefix(prefix)
+    full = engine_of(keeping(runner_of(case, native)), kv_dtype)  # the other way: all keys into an engine that keeps some
     said(full, asked)
-    third = engine_of(runner_of(case), kv_dtype)
+    third = engine_of(runner_of(case, native), kv_dtype)
     assert third.import_prefix(full.export_prefix(asked[0].prompt)) == length and said(third, asked) == want
 
 
 @pytest.mark.parametrize("case", ["mistral", "gemma3"])
-def test_what_is_held_is_what_was_planned(case):
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.skipif(not available(), reason="no C++ compiler here"))])
+def test_what_is_held_is_what_was_planned(case, native):
     """A long text through little memory, the plan's figure never passed, and far less than all keys."""
-    runner = runner_of(case)
+    runner = runner_of(case, native)
     runner.bit_exact = False
-    engine = engine_of(runner, max_tokens_per_step=8, max_sequences=1, max_context=250)
+    engine = engine_of(runner, max_tokens_per_step=8, max_sequences=1, max_context=250, ahead=1)
     most = engine.groups.most_blocks(250, 8, 4)
     assert engine.pool.num_blocks == most < len(engine.groups) * 63 * (0.2 if case == "mistral" else 0.7)
     held, forward = [], runner.forward

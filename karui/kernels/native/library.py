@@ -79,7 +79,8 @@ class Config(C.Structure):
 class Batch(C.Structure):
     """`Batch` of model.cpp."""
 
-    _fields_ = [(n, C.c_int32) for n in ("tokens_n", "sequences", "table_width", "wanted", "aux_n", "block_size")] + [
+    _fields_ = [(n, C.c_int32) for n in ("tokens_n", "sequences", "table_width", "wanted", "aux_n", "block_size", "groups",
+                                         "padding")] + [
         (n, C.c_void_p) for n in ("tokens", "positions", "slots", "query_starts", "context_lens", "block_tables", "rows", "tree",
                                   "adapters", "aux_layers", "cosine", "sine", "logits", "hidden", "aux")]
 
@@ -138,7 +139,7 @@ class Library:
         p, i = C.c_void_p, C.c_int
         for name, result, arguments in (
             ("karui_sizes", i, [i]), ("karui_pack", None, [p, i, i, i, i, p]), ("karui_model", p, [p]), ("karui_free", None, [p]),
-            ("karui_configure", i, [p, p]), ("karui_allocate", i, [p, C.c_int64, i, i, i]), ("karui_forward", i, [p, p]),
+            ("karui_configure", i, [p, p]), ("karui_allocate", i, [p, C.c_int64, i, i, i, p]), ("karui_forward", i, [p, p]),
             ("karui_rounds", i, [p, p]), ("karui_draft", i, [p, p, p]), ("karui_medusa", i, [p, p, p]),
             ("karui_copy_slots", i, [p, p, p, i]), ("karui_settle", None, [p, p, i]), ("karui_move_units", None, [p, p, i, p, i]),
             ("karui_move_slots", None, [p, p, i, p, p, i]), ("karui_set_loras", None, [p, p, i]),

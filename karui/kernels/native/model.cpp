@@ -54,7 +54,8 @@ struct Config {
     int64_t file;            // descriptor of the spilled layers' file, see spill.h
 };
 struct Batch {
-    int32_t tokens_n, sequences, table_width, wanted, aux_n, block_size;
+    int32_t tokens_n, sequences, table_width, wanted, aux_n, block_size, groups, padding;
+    // slots [groups, T] and block_tables [groups, S, table_width]: of each group of layers, see karui/inference/cache/groups.py
     const int32_t *tokens, *positions, *slots, *query_starts, *context_lens, *block_tables, *rows;
     const uint8_t* const* tree;  // null, or per sequence null or [q, q]
     const int32_t* adapters;     // null or [S]
@@ -155,7 +156,10 @@ struct Model {
     int key_width, out_width;   // of a query as the attention reads it, and of what it returns
     const Latent* latent;       // of the first layer, for its sizes, which all layers share; null: keys and values of heads are cached
     Team team;
-    std::vector<Cache> cache;   // of a KIVI cache the fp16 pages
+    struct Place { int32_t group, number; };
+    std::vector<Place> places;  // of each layer: its group, and its number within it; a block holds as many layers as the largest has
+    int groups = 1;
+    std::vector<Cache> cache;   // by that number; of a KIVI cache the fp16 pages
     std::vector<Coded> coded;   // empty for other caches
     std::vector<LatentCache> latents;  // in place of `cache`
     PageTable table;
@@ -259,26 +263,30 @@ struct Model {
         latents.clear();
         table.size = 0;
     }
-    // `block` and `staged`, tokens of a block and how many may be unfinished at once, are for KIVI.
-    bool allocate(int64_t count, int type, int block, int staged) {
+    // `block` and `staged`, tokens of a block and how many may be unfinished at once, are for KIVI. of: [layers] the place of each.
+    bool allocate(int64_t count, int type, int block, int staged, const Place* of) {
         free_cache();
         slots = count;
-        if (latent) return allocate_latents(type);
+        places.assign(of, of + c.layers);
+        groups = 1;
+        int size = 1;  // layers of a block
+        for (const Place& p : places) groups = std::max(groups, p.group + 1), size = std::max(size, p.number + 1);
+        if (latent) return allocate_latents(type, size);
         int64_t before = 0;
         if (type == CACHE_KIVI4 || type == CACHE_KIVI2) {
             Coded own = {nullptr, type == CACHE_KIVI4 ? 4 : 2, c.kv_heads, c.head_dim, c.attention_cap, 0};
-            own.stride = c.layers * c.kv_heads * own.head_bytes();
+            own.stride = size * c.kv_heads * own.head_bytes();
             before = (slots / UNIT * own.stride + 4095) / 4096 * 4096;
-            coded.assign(c.layers, own);
+            coded.assign(size, own);
             table.start(block, slots / block, staged);
             count = (int64_t)staged * block;
             type = CACHE_FP16;
         }
         const int64_t groups = (count + 15) / 16, codes = (int64_t)c.kv_heads * 16 * dim_padded * cache_bytes(type);
-        const int64_t scales = type == CACHE_INT8 ? (int64_t)c.kv_heads * 16 * 4 : 0, stride = c.layers * 2 * (codes + scales);
+        const int64_t scales = type == CACHE_INT8 ? (int64_t)c.kv_heads * 16 * 4 : 0, stride = size * 2 * (codes + scales);
         if (!pages.need(before + groups * stride + 4096)) { coded.clear(); return false; }
         for (int l = 0; l < (int)coded.size(); l++) coded[l].data = pages.data + l * c.kv_heads * coded[l].head_bytes();
-        for (int l = 0; l < c.layers; l++) {
+        for (int l = 0; l < size; l++) {
             char* at = pages.data + before + l * 2 * (codes + scales);
             float* scale = scales ? (float*)(at + 2 * codes) : nullptr;
             cache.push_back({at, at + codes, scale, scales ? scale + scales / 4 : nullptr, type, c.kv_heads, c.head_dim, dim_padded, c.attention_cap, stride});
@@ -286,11 +294,11 @@ struct Model {
         return true;
     }
 
-    bool allocate_latents(int type) {
+    bool allocate_latents(int type, int size) {
         LatentCache one = {nullptr, type, latent->rank, latent->rope, latent->group, 0};
-        one.stride = c.layers * one.group_bytes();
+        one.stride = size * one.group_bytes();
         if (!pages.need((slots + 15) / 16 * one.stride + 4096)) return false;
-        for (int l = 0; l < c.layers; l++, latents.push_back(one)) one.data = pages.data + l * one.group_bytes();
+        for (int l = 0; l < size; l++, latents.push_back(one)) one.data = pages.data + l * one.group_bytes();
         return true;
     }
     bool allocated() const { return !cache.empty() || !latents.empty(); }
@@ -487,24 +495,26 @@ struct Model {
             most = std::max(most, sees);
         }
     }
-    int slot_of(int s, int index) const {
-        return b->block_tables[(int64_t)s * b->table_width + index / b->block_size] * b->block_size + index % b->block_size;
+    int slot_of(int group, int s, int index) const {
+        const int32_t* blocks = b->block_tables + ((int64_t)group * b->sequences + s) * b->table_width;
+        return blocks[index / b->block_size] * b->block_size + index % b->block_size;
     }
+    int written(int layer, int row) const { return b->slots[(int64_t)places[layer].group * b->tokens_n + row]; }  // where a row's keys go
     // Slots of keys [first, first + count) of the list that row `row` of sequence s sees.
-    void list_slots(int s, int row, int first, int count, int32_t* out) const {
+    void list_slots(int group, int s, int row, int first, int count, int32_t* out) const {
         const int q = b->query_starts[s + 1] - b->query_starts[s], before = b->context_lens[s] - q;
         const uint8_t* mask = b->tree ? b->tree[s] : nullptr;
         int i = 0;
         const int plain = mask ? std::max(0, std::min(count, before - first)) : count;
         while (i < plain) {
-            int slot = slot_of(s, first + i), left = b->block_size - (first + i) % b->block_size;
+            int slot = slot_of(group, s, first + i), left = b->block_size - (first + i) % b->block_size;
             for (; left > 0 && i < plain; left--) out[i++] = slot++;
         }
         if (i == count) return;
         int index = before;
         for (int j = 0; j < q; j++) {
             if (!mask[row * q + j]) continue;
-            if (index >= first + i && i < count) out[i++] = slot_of(s, before + j);
+            if (index >= first + i && i < count) out[i++] = slot_of(group, s, before + j);
             index++;
         }
     }
@@ -555,6 +565,10 @@ struct Model {
         // Keys that all rows of a tree see; behind them each row has its own.
         const int common = b->tree && b->tree[item.sequence]
             ? b->context_lens[item.sequence] - b->query_starts[item.sequence + 1] + b->query_starts[item.sequence] : longest;
+        if (window && item.chunk >= 0 && (item.chunk + 1) * KEYS <= shortest - window) {  // no row sees it
+            std::fill_n(split.data + item.partial, nq, Partial{NONE, 0.0f});
+            return;
+        }
         for (int i = 0; i < nq; i++) query[i] = q.data + (int64_t)(base + i / group) * ld_q + (item.kv_head * group + i % group) * key_width;
         int chunk = item.chunk < 0 ? 0 : item.chunk, stop = item.chunk < 0 ? (longest + KEYS - 1) / KEYS : item.chunk + 1;
         if (window && item.chunk < 0) chunk = std::max(0, shortest - window) / KEYS;
@@ -577,7 +591,7 @@ struct Model {
             for (int r = 0; r < item.rows; r += rows) {
                 const int count = std::max(0, std::min(KEYS, visible(item.sequence, item.first + r + rows - 1) - first)), i = r * group;
                 int32_t slots[KEYS];
-                list_slots(item.sequence, item.first + r + rows - 1, first, count, slots);
+                list_slots(places[layer].group, item.sequence, item.first + r + rows - 1, first, count, slots);
                 attend(slots, count, rows * group, query + i, from + i, to + i, part + i, out + (int64_t)i * out_width,
                        nq <= few() ? ahead_of(item, chunk, stop, longest) : Ahead{});
             }
@@ -588,7 +602,7 @@ struct Model {
             for (int i = 0; i < nq; i++) write_result(*inputs[0], c.layer[layer], base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * out_width);
     }
     template <typename T> void attend_heads(const Item& item, int layer, Scratch& w) {
-        const Cache& cached = cache[layer];
+        const Cache& cached = cache[places[layer].number];
         attend_item(item, layer, w, [&](const int32_t* slots, int count, int nq, const float* const* query, const int* from, const int* to,
                                         Partial* part, float* out, const Ahead& ahead) {
             Chunk keys;
@@ -598,18 +612,19 @@ struct Model {
                 const void* groups[GROUPS];
                 int n = 0;
                 for (int i = ahead.first; i < ahead.last; i += 16)
-                    groups[n++] = (const T*)cached.keys + key_at(cached, slot_of(ahead.sequence, i) / 16 * 16, ahead.head, 0);
+                    groups[n++] = (const T*)cached.keys + key_at(cached, slot_of(places[layer].group, ahead.sequence, i) / 16 * 16, ahead.head, 0);
                 prefetch_chunk<T>(groups, n);
             }
             attend_all<T>(cached, keys, nq, query, from, to, part, out);
         });
     }
     void attend_latent_item(const Item& item, int layer, Scratch& w) {
-        const LatentCache& cached = latents[layer];
+        const LatentCache& cached = latents[places[layer].number];
         float* own = w.rows.need((size_t)KEYS * key_width);
         attend_item(item, layer, w, [&](const int32_t* slots, int count, int nq, const float* const* query, const int* from, const int* to,
                                         Partial* part, float* out, const Ahead& ahead) {
-            for (int i = ahead.first; i < ahead.last; i++) prefetch(cached.row(slot_of(ahead.sequence, i)), key_width * cache_bytes(cached.type));
+            for (int i = ahead.first; i < ahead.last; i++)
+                prefetch(cached.row(slot_of(places[layer].group, ahead.sequence, i)), key_width * cache_bytes(cached.type));
             attend_latents(cached, slots, count, nq, query, from, to, own, part, out);
         });
     }
@@ -631,8 +646,8 @@ struct Model {
     static void prefetch(const void* from, int bytes) { for (int p = 0; p < bytes; p += 64) __builtin_prefetch((const char*)from + p); }
     // attend_item() over a KIVI cache: chunks of codes, then those of the rows' own block, in fp16.
     template <int BITS> void attend_coded_item(const Item& item, int layer, Scratch& w) {
-        const Coded& codes = coded[layer];
-        const Cache& rows16 = cache[layer];
+        const Coded& codes = coded[places[layer].number];
+        const Cache& rows16 = cache[places[layer].number];
         const int group = c.heads / c.kv_heads, nq = item.rows * group, base = b->query_starts[item.sequence] + item.first;
         const int window = (int)c.layer[layer].window, longest = visible(item.sequence, item.first + item.rows - 1);
         const int own_block = (longest - 1) / table.size * table.size, before = (own_block + KEYS - 1) / KEYS;
@@ -660,14 +675,14 @@ struct Model {
             if (is_coded) {
                 CodedChunk keys;
                 keys.units = std::min(KEYS, own_block - first) / UNIT;
-                for (int n = 0; n < keys.units; n++) keys.at[n] = codes.unit(slot_of(item.sequence, first + n * UNIT), item.kv_head);
+                for (int n = 0; n < keys.units; n++) keys.at[n] = codes.unit(slot_of(0, item.sequence, first + n * UNIT), item.kv_head);
                 if (nq <= 16) prefetch_coded(codes, item, chunk, before);
                 for (int i = 0; i < nq; i++) to[i] = keys.units * UNIT;
                 attend_all_coded<BITS>(codes, rows16, keys, nq, query, from, to, w.gathered, part, out);
             } else {
                 int32_t slots[KEYS];
                 const int count = std::min(KEYS, longest - first);
-                for (int i = 0; i < count; i++) slots[i] = table.row(slot_of(item.sequence, first + i));
+                for (int i = 0; i < count; i++) slots[i] = table.row(slot_of(0, item.sequence, first + i));
                 Chunk keys;
                 find_chunk<uint16_t>(rows16, item.kv_head, slots, count, w.gathered, keys);
                 attend_all<uint16_t>(rows16, keys, nq, query, from, to, part, out);
@@ -691,7 +706,7 @@ struct Model {
         }
         if (first >= before * KEYS) return;
         for (int n = 0; n < KEYS / UNIT && first + n * UNIT < b->context_lens[sequence]; n++) {
-            const char* at = codes.unit(slot_of(sequence, first + n * UNIT), head);
+            const char* at = codes.unit(slot_of(0, sequence, first + n * UNIT), head);
             for (int p = 0; p < (int)codes.head_bytes(); p += 64) __builtin_prefetch(at + p);
         }
     }
@@ -723,9 +738,9 @@ struct Model {
         Scratch& w = *scratch[t];
         for (int i; (i = next.fetch_add(1)) < (int)items.size();) {
             if (latent) attend_latent_item(items[i], layer, w);
-            else if (!coded.empty()) coded[layer].bits == 4 ? attend_coded_item<4>(items[i], layer, w) : attend_coded_item<2>(items[i], layer, w);
-            else if (cache[layer].type == CACHE_FP32) attend_heads<float>(items[i], layer, w);
-            else if (cache[layer].type == CACHE_FP16) attend_heads<uint16_t>(items[i], layer, w);
+            else if (!coded.empty()) coded[0].bits == 4 ? attend_coded_item<4>(items[i], layer, w) : attend_coded_item<2>(items[i], layer, w);
+            else if (cache[0].type == CACHE_FP32) attend_heads<float>(items[i], layer, w);
+            else if (cache[0].type == CACHE_FP16) attend_heads<uint16_t>(items[i], layer, w);
             else attend_heads<int8_t>(items[i], layer, w);
         }
         team.barrier(t);
@@ -791,7 +806,7 @@ struct Model {
             if (m.rounded) round_to_int8(row, m.rank);
             memcpy(row + out_width, made + m.rank, m.rope * 4);
             rotate(row + out_width, cs, sn, m.rope, 1.0f);
-            write_latent(latents[layer], b->slots[r], row);
+            write_latent(latents[places[layer].number], written(layer, r), row);
             for (int head = 0; head < c.heads; head++) {
                 float* to = q.data + r * ld_q + head * key_width + out_width;
                 memcpy(to, gate.data + r * ld_qkv + head * each + m.nope, m.rope * 4);
@@ -863,7 +878,8 @@ struct Model {
             const float* v = kv.data + (int64_t)row * ld_kv + c.kv_heads * hd + (head - heads) * hd;
             memcpy(value, v, hd * 4);
             for (int d = hd; d < dim_padded; d++) key[d] = value[d] = 0.0f;
-            write_cache(cache[layer_index], coded.empty() ? b->slots[row] : table.row(b->slots[row]), head - heads, key, value);
+            const int slot = written(layer_index, row);
+            write_cache(cache[places[layer_index].number], coded.empty() ? slot : table.row(slot), head - heads, key, value);
         }
         team.barrier(t);
         if (filled.empty()) return;
@@ -871,7 +887,7 @@ struct Model {
         share((int)filled.size() * units * c.kv_heads, t, n, first, last);
         for (int i = first; i < last; i++) {
             const int slot = filled[i / c.kv_heads / units] / table.size * table.size + i / c.kv_heads % units * UNIT;
-            code_unit(coded[layer_index], cache[layer_index], slot, table.row(slot), i % c.kv_heads);
+            code_unit(coded[places[layer_index].number], cache[places[layer_index].number], slot, table.row(slot), i % c.kv_heads);
         }
         team.barrier(t);
     }
@@ -1059,15 +1075,19 @@ static void pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uin
 
 // 0, or 1: no memory for the caches, 2: a token id outside the vocabulary, 3: a slot outside the caches. best: null, or [L] for the first of
 // the equal largest logits of each row, -1 where one is not a finite number. 4: the file of spilled layers could not be read. 5: a KIVI
-// cache has no page left.
+// cache has no page left. 6: other groups of layers than were allocated.
 static int step(Model& m, const Batch& batch, int32_t* best) {
     if (!m.allocated()) return 1;
+    if (batch.groups != m.groups) return 6;
     for (int i = 0; i < batch.tokens_n; i++) {
         if (batch.tokens[i] < 0 || batch.tokens[i] >= m.c.vocab) return 2;
-        if (batch.slots[i] < 0 || batch.slots[i] >= m.slots) return 3;
+        for (int g = 0; g < m.groups; g++) {
+            const int slot = batch.slots[(int64_t)g * batch.tokens_n + i];
+            if (slot < 0 || slot >= m.slots) return 3;
+        }
     }
-    for (int s = 0; s < batch.sequences; s++)
-        for (int i = 0; i < batch.context_lens[s]; i += batch.block_size) {
+    for (int s = 0; s < m.groups * batch.sequences; s++)
+        for (int i = 0; i < batch.context_lens[s % batch.sequences]; i += batch.block_size) {
             const int block = batch.block_tables[(int64_t)s * batch.table_width + i / batch.block_size];
             if (i / batch.block_size >= batch.table_width || block < 0 || (int64_t)(block + 1) * batch.block_size > m.slots) return 3;
         }
@@ -1114,8 +1134,8 @@ void* karui_model(const Config* config) {
     return nullptr;
 }
 void karui_free(void* model) { delete (Model*)model; }
-int karui_allocate(void* model, int64_t slots, int type, int block, int staged) {
-    return ((Model*)model)->allocate(slots, type, block, staged) ? 0 : 1;
+int karui_allocate(void* model, int64_t slots, int type, int block, int staged, const int32_t* places) {  // [layers][2]
+    return ((Model*)model)->allocate(slots, type, block, staged, (const Model::Place*)places) ? 0 : 1;
 }
 void karui_settle(void* model, const int32_t* blocks, int count) {
     for (int i = 0; i < count; i++) ((Model*)model)->table.settle(blocks[i]);

@@ -139,8 +139,9 @@ private:
         d.count = r_.adapt ? worth(chances_, m_.costs, r_.sequences) : most;
     }
 
-    int slot(int s, int index) const {
-        return r_.block_tables[(int64_t)s * r_.table_width + index / r_.block_size] * r_.block_size + index % r_.block_size;
+    int slot(int group, int s, int index) const {
+        const int32_t* blocks = r_.block_tables + ((int64_t)group * r_.sequences + s) * r_.table_width;
+        return blocks[index / r_.block_size] * r_.block_size + index % r_.block_size;
     }
 
     int verify() {
@@ -154,7 +155,6 @@ private:
             for (int i = 0; i <= d.count; i++) {
                 tokens_.push_back(i ? d.tokens[i - 1] : x.tokens[x.known - 1]);
                 positions_.push_back(x.length - 1 + (i ? d.depths[i - 1] : 0));
-                slots_.push_back(slot(s, x.length - 1 + i));
                 rows_.push_back((int)rows_.size());
             }
             lens_.push_back(x.length + d.count);
@@ -163,8 +163,11 @@ private:
         }
         const int total = (int)tokens_.size();
         starts_.push_back(total);
+        for (int g = 0; g < m_.groups; g++)
+            for (int s = 0; s < r_.sequences; s++)
+                for (int i = 0; i <= drafts_[s].count; i++) slots_.push_back(slot(g, s, r_.streams[s].length - 1 + i));
         best_.resize(total);
-        const Batch b = {total, r_.sequences, r_.table_width, total, r_.aux_n, r_.block_size, tokens_.data(), positions_.data(), slots_.data(),
+        const Batch b = {total, r_.sequences, r_.table_width, total, r_.aux_n, r_.block_size, m_.groups, 0, tokens_.data(), positions_.data(), slots_.data(),
                          starts_.data(), lens_.data(), r_.block_tables, rows_.data(), trees ? masks_.data() : nullptr, r_.adapters,
                          r_.aux_layers, nullptr, nullptr, m_.logits.need((size_t)total * m_.c.vocab),
                          r_.method == MEDUSA ? m_.hidden.need((size_t)total * m_.c.hidden) : nullptr,
@@ -185,8 +188,8 @@ private:
         for (int i = 0; i < count; i++) {
             const int row = taken[i];
             const int32_t token = best_[first + row];
-            if (row != i)
-                m_.copy_slots(slot(s, x.length - 1 + row), slot(s, x.length - 1 + i));
+            for (int g = 0; g < m_.groups && row != i; g++)
+                m_.copy_slots(slot(g, s, x.length - 1 + row), slot(g, s, x.length - 1 + i));
             if (r_.method == EAGLE3) {
                 std::copy_n(m_.aux.data + (int64_t)(first + row) * aux, aux, x.aux + (int64_t)x.pending * aux);
                 x.positions[x.pending] = x.length - 1 + i;
