@@ -25,7 +25,7 @@ import torch
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.batch import Ahead, Gained, StepBatch, StepOutput
 from karui.inference.cache import kivi
-from karui.inference.cache.groups import LayerGroups, groups_of
+from karui.inference.cache.groups import MOST, LayerGroups, groups_of, one_group
 from karui.inference.cache.kv import DTYPES, staged_bytes_per_token
 from karui.inference.models.config import Latent as LatentConfig
 from karui.inference.models.config import ModelConfig
@@ -157,7 +157,7 @@ class NativeRunner:
         self._lib = load(isa)
         self.isa = self._lib.isa
         self._model: int | None = None
-        self._block_size = 0
+        self._block_size, self._groups = 0, one_group(config.num_layers)
         self._adapters: dict[int, dict[str, LoraWeights]] = {}
         self._loras: list[object] = []
         self._inv_freq, self._rope_factor = inverse_frequencies(config)
@@ -338,16 +338,21 @@ class NativeRunner:
     # -- KV memory
 
     def kv_groups(self, kv_dtype: str) -> LayerGroups:
-        """Windows give blocks back where all layers have the same one: layers have one table of blocks here."""
-        return groups_of(self.config.sliding_window or (None,) * self.config.num_layers, self.config.max_context, 1)
+        """In the kivi formats one: pages of unfinished blocks are found by one table."""
+        windows = self.config.sliding_window or (None,) * self.config.num_layers
+        return groups_of(windows, self.config.max_context, 1 if kv_dtype in kivi.BITS else MOST)
 
-    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None) -> None:
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str, num_staged: int | None = None,
+                 groups: LayerGroups | None = None) -> None:
         per_token = self.kv_bytes_per_token(kv_dtype)  # refuses a format that the kernels do not have
         staged, beside = num_blocks if num_staged is None else num_staged, self.kv_staged_bytes_per_token(kv_dtype)
         if beside:
             kivi.check_block(block_size, kv_dtype)
-        if self._lib.allocate(self._model, num_blocks * block_size, CACHE_TYPES[kv_dtype], block_size, staged):
-            need = (num_blocks * per_token + staged * beside) * block_size / 2**20
+        self._groups = one_group(self.config.num_layers) if groups is None else groups
+        places = torch.tensor(self._groups.places, dtype=torch.int32)
+        if self._lib.allocate(self._model, num_blocks * block_size, CACHE_TYPES[kv_dtype], block_size, staged, address(places)):
+            share = self._groups.size / self.config.num_layers
+            need = (num_blocks * per_token + staged * beside) * share * block_size / 2**20
             raise KaruiError(f"no memory for {num_blocks} KV blocks of {block_size} tokens in {kv_dtype} ({need:.0f} MiB).")
         self._block_size, self._slots, self._kv_dtype = block_size, num_blocks * block_size, kv_dtype
 
@@ -391,7 +396,7 @@ class NativeRunner:
             self._lib.move_units(self._model, address(first), count, address(units), 0)
             return to_rows(units, c.head_dim, bits, self._block_size), None
         parts, heads, dim = c.cache_shape
-        data = torch.empty(parts, c.num_layers, len(slots), heads, dim, dtype=kind)
+        data = torch.empty(parts, self._groups.size, len(slots), heads, dim, dtype=kind)
         scale = torch.empty(data.shape[:4]) if kind == torch.int8 else None
         self._lib.move_slots(self._model, address(slots), len(slots), address(data), address(scale), 0)
         return data, scale
@@ -428,7 +433,7 @@ class NativeRunner:
         one whose logits are not numbers.
 
         Args:
-            tables: [S, B] int32 block ids, C order.
+            tables: [groups of layers, S, B] int32 block ids, C order.
             aux_layers: what the drafts read, as in `StepBatch`.
             drafts: fields of `Rounds`, as the proposers' `native` has them; None for plain decoding.
         """
@@ -445,7 +450,7 @@ class NativeRunner:
         adapters = self._adapter_slots(torch.tensor([s.adapter for s in sequences], dtype=torch.int32))
         layers = np.array(aux_layers, dtype=np.int32)
         verdicts, seconds = np.zeros((2, rounds, count), dtype=np.int32), np.zeros(rounds)
-        call = Rounds(sequences=count, table_width=tables.shape[1], block_size=self._block_size, aux_n=len(layers), most=rounds,
+        call = Rounds(sequences=count, table_width=tables.shape[2], block_size=self._block_size, aux_n=len(layers), most=rounds,
                       gain=gain, block_tables=tables.ctypes.data, adapters=address(adapters), aux_layers=layers.ctypes.data,
                       streams=ctypes.addressof(streams), depths=verdicts[0].ctypes.data, accepted=verdicts[1].ctypes.data,
                       seconds=seconds.ctypes.data, **drafts or {})
@@ -467,13 +472,17 @@ class NativeRunner:
                               2: f"a token id of the step is outside the vocabulary of {self.config.vocab_size}.",
                               4: "the file of the layers that do not fit into memory could not be read.",
                               5: "all pages of the KV cache's unfinished blocks are taken: blocks were not settled.",
+                              6: f"the step has tables for other groups of layers than the {len(self._groups)} allocated ones.",
                               3: f"a slot of the step is outside the {getattr(self, '_slots', 0)} allocated ones."}[failed])
 
     def _step(self, batch: StepBatch) -> tuple[Batch, StepOutput, object]:
         """The step for C++, where its results go, and what must stay alive meanwhile."""
         c = self.config
-        index = [_int32(t) for t in (batch.tokens, batch.positions, batch.slots, batch.query_starts, batch.context_lens,
-                                     batch.block_tables, batch.logit_rows)]
+        slots, tables = batch.slots, batch.block_tables
+        if batch.others:
+            slots, tables = (torch.cat([first, *rest]) for first, *rest in zip((slots, tables), *batch.others, strict=True))
+        index = [_int32(t) for t in (batch.tokens, batch.positions, slots, batch.query_starts, batch.context_lens, tables,
+                                     batch.logit_rows)]
         total, sequences, wanted = len(index[0]), len(index[4]), len(index[6])
         logits = torch.empty(wanted, c.vocab_size)
         hidden = torch.empty(wanted, c.hidden_size) if batch.want_hidden else None
@@ -490,7 +499,8 @@ class NativeRunner:
             tree = (ctypes.c_void_p * sequences)(*(address(m) for m in masks))
         adapters = None if batch.adapters is None else self._adapter_slots(batch.adapters)
         width = index[5].shape[1] if index[5].dim() == 2 else 0
-        step = Batch(total, sequences, width, wanted, len(batch.aux_layers), self._block_size, *(address(t) for t in index),
+        step = Batch(total, sequences, width, wanted, len(batch.aux_layers), self._block_size, 1 + len(batch.others), 0,
+                     *(address(t) for t in index),
                      None if tree is None else ctypes.addressof(tree), address(adapters), address(aux_layers), address(cos),
                      address(sin), address(logits), address(hidden), address(aux))
         return step, StepOutput(logits, hidden, aux), (index, masks, tree, adapters, aux_layers, cos, sin)
