@@ -59,6 +59,7 @@ class Case:
         expects: compute capability -> pattern (regex) that the PTX must hold; the keys are what the case is compiled for.
         odd: integer arguments that are not known to be multiples of 16 (pointers and all other integers are).
         quick: the capabilities compiled in the default tests; the others are left to the slow ones.
+        reads: bytes from memory that a pass of the main loop reads, for `count`; 0 leaves the case out.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Case:
     odd: tuple[str, ...] = ()
     quick: tuple[int, ...] = (90,)
     options: dict[str, Any] = field(default_factory=dict)
+    reads: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Compiled:
     ptx: str
     shared_bytes: int
     cc: int
+    cubin: bytes
 
 
 def compile_for(kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], cc: int, *, num_warps: int = 4,
@@ -111,7 +114,7 @@ def compile_for(kernel: Any, signature: dict[str, str], constexprs: dict[str, An
         raise KaruiError(f"{kernel.__name__}: {shared} bytes of shared memory, compute capability {cc} has {SHARED_LIMIT[cc]}.")
     if re.search(r"^\s*trap;", made.asm["ptx"], re.MULTILINE):
         raise KaruiError(f"{kernel.__name__}: compiled into a trap for compute capability {cc} (too much tensor memory).")
-    return Compiled(made.asm["ptx"], shared, cc)
+    return Compiled(made.asm["ptx"], shared, cc, made.asm["cubin"])
 
 
 def compile_case(case: Case, cc: int) -> dict[str, Any]:

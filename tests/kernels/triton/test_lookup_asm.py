@@ -1,6 +1,6 @@
 """The inline assembly of `gemm_weight`, which neither the interpreter nor an absent GPU runs, read instruction by instruction.
 
-`run` follows the PTX manual for the few instructions that the blocks hold: shl, shr, and, xor, mov, fma of bf16 pairs, lop3 with
+`run` follows the PTX manual for the few instructions that the blocks hold: shl, shr, and, xor, mov, fma of bf16 and fp16 pairs, lop3 with
 0xea = (a & b) | c or 0xe4 = (a & c) | (b & ~c), and prmt in its default mode, where a selector's digit is 0..7, with its fourth bit set the sign of that byte eight times.
 """
 
@@ -38,6 +38,17 @@ def fma(a, b, c):
     return out
 
 
+def fp16(bits):
+    return struct.unpack("<e", struct.pack("<H", bits))[0]
+
+
+def fma16(a, b, c):
+    """a * b + c of two fp16 pairs, rounded once; float64 holds every such sum that the tests ask for."""
+    each = [[fp16(v >> shift & 0xFFFF) for v in (a, b, c)] for shift in (0, 16)]
+    low, high = (struct.unpack("<H", struct.pack("<e", x * y + z))[0] for x, y, z in each)
+    return high << 16 | low
+
+
 def run(assembly, *words, first=4, lane=31):
     held = {f"${first + i}": word for i, word in enumerate(words)}
 
@@ -63,7 +74,7 @@ def run(assembly, *words, first=4, lane=31):
         elif name == "xor":
             out = a ^ b
         elif name == "fma":
-            out = fma(a, b, c)
+            out = fma(a, b, c) if kind == "rn.bf16x2" else fma16(a, b, c)
         elif name == "lop3":
             assert table in (0xEA, 0xE4)
             out = (a & b) | c if table == 0xEA else (a & c) | (b & ~c)
@@ -126,6 +137,27 @@ def test_every_place_of_two_words_of_keys(name):
                 assert got == [value(codes[i + place]), value(codes[i + 4 + place])]
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+def test_every_place_of_words_of_a_cache(bits):
+    """code / 2 * step + min in fp16: of 4 bits rounded once, of 2 bits twice."""
+    draw, places = random.Random(0), 16 // bits
+    assembly = attention._HALVES4.value if bits == 4 else attention._HALVES2.value
+    to_bits = lambda v: struct.unpack("<H", struct.pack("<e", v))[0]  # noqa: E731
+    for _ in range(300):
+        word = draw.randrange(2**32)
+        step, low = ([fp16(to_bits(draw.uniform(0, 1) * 2.0 ** draw.randrange(-8, 8))) for _ in range(2)] for _ in range(2))
+        outs = run(assembly, word, *(to_bits(x) | to_bits(y) << 16 for x, y in (step, low)), first=places)
+        for place, out in enumerate(outs):
+            for i in (0, 1):
+                code = word >> 16 * i + bits * place & 2**bits - 1
+                want, got = code / 2 * step[i] + low[i], fp16(out >> 16 * i & 0xFFFF)
+                if bits == 4:
+                    assert got == fp16(to_bits(want))
+                else:
+                    less = low[i] - (2 if place % 2 else 8) * step[i]
+                    assert abs(got - want) <= 2**-11 * (abs(want) + abs(less)) + 2**-24
+
+
 def test_a_zero_point_leaves_and_a_scale_comes_exactly():
     to_bits = lambda v: struct.unpack("<I", struct.pack("<f", v))[0] >> 16  # noqa: E731
     for code in range(16):
@@ -137,7 +169,7 @@ def test_a_zero_point_leaves_and_a_scale_comes_exactly():
             assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [E2M1_VALUES[code] * scale, -6 * scale]
 
 
-@pytest.mark.parametrize("name", ["_ASM", "_NF4_ASM", "_E2M1_ASM", *WORDS, "_CODES2", "_LESS", "_TIMES", "_INT8", "_E4M3"])
+@pytest.mark.parametrize("name", ["_ASM", "_NF4_ASM", "_E2M1_ASM", *WORDS, "_CODES2", "_LESS", "_TIMES", "_INT8", "_E4M3", "_HALVES4", "_HALVES2"])
 def test_inputs_are_read_before_an_output_is_written(name):
     """Nothing keeps a compiler from giving an output the register of an input."""
     home = next(module for module in (words, attention, kernels) if hasattr(module, name))

@@ -87,6 +87,24 @@ def test_int4(width, device, rng):
     compare(q[:36], cache, make_plan([35, 1], [35, 21], device, rng), parts=(1,), bound=bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_int4_decoded_in_halves(dtype, device, rng):
+    """Queries far from 1, codes that mean up to fp16's largest number, tiles of 8 and of 16 rows-times-heads, a tree."""
+    cache = filled(make_cache(torch.uint8, 2, 96, device), device, rng)
+    size = torch.tensor([1e-4, 1.0, 300.0], device=device)[:, None, None]
+    bound = 3e-3 if dtype == torch.float16 else 8e-3  # the interpreter cuts bf16 off
+    q = (torch.randn(3, 6, 96, generator=rng, device=device) * size).to(dtype)
+    compare(q, cache, make_plan([1, 1, 1], [1, 53, 16], device, rng), bound=bound)
+    compare(q[:1].expand(3, 6, 96), cache, make_plan([3], [53], device, rng), window=40, bound=bound)
+    words = tree_words([torch.tensor([[1, 0], [1, 1]])], [2]).to(device)
+    compare(q[:2], cache, make_plan([2], [29], device, rng, words), bound=bound)
+    k = torch.randn(1, 2, 96, generator=rng, device=device) * 1e6
+    write_kv(k, k, torch.zeros(1, dtype=torch.int32, device=device), cache, "triton")
+    plan = Plan(torch.tensor([0, 1], dtype=torch.int32, device=device), torch.tensor([3], dtype=torch.int32, device=device),
+                torch.zeros(1, 1, dtype=torch.int32, device=device), BLOCK, 1)  # fmt: skip
+    compare(q[:1] * 1e-4, cache, plan, bound=bound)
+
+
 @pytest.mark.parametrize("width", [64, 76])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_codes_in_words(dtype, width, device, rng):
