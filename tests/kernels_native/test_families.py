@@ -19,11 +19,9 @@ from tests.inference.test_decoder import batch_of
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler")
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")  # in test_end_to_end.py
 CASES = {name: case for name, case in (test_decoder.CASES | test_newer_families.CASES).items() if case[0] not in LLAMAS}
-LACKING = {"granitemoeshared": "shared feed-forward layer", "granitemoeshared-none": "",
-           "hunyuan": "norms behind the rotation", "hunyuan-alpha": "norms behind the rotation", "cohere": "centred norms, parallel layers",
-           "cohere-biased": "centred norms, parallel layers", "cohere2": "centred norms, parallel layers"}
+LACKING = {"granitemoeshared": "shared feed-forward layer", "granitemoeshared-none": ""}
 RUN = [name for name in CASES if not LACKING.get(name)]
-CODED = ["gemma3", "phi3-partial", "bitnet", "olmo2", "glm4", "granite", "ernie4_5-biased", "smollm3-window", "exaone4"]
+CODED = ["gemma3", "phi3-partial", "bitnet", "olmo2", "glm4", "granite", "ernie4_5-biased", "smollm3-window", "exaone4", "cohere-biased", "hunyuan"]
 
 
 def made(name):
@@ -50,9 +48,9 @@ def test_logits_equal_transformers(name):
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("name", ["gemma2", "glm4", "bitnet"])
+@pytest.mark.parametrize("name", ["gemma2", "glm4", "bitnet", "cohere2", "hunyuan"])
 def test_every_instruction_set(name, isa):
-    """Soft caps, GELU, squared ReLU, norms behind, partial rotation, also over a coded cache's kernels."""
+    """Soft caps, GELU, squared ReLU, norms behind and behind the rotation, centred norms, partial rotation."""
     model, config, weights = made(name)
     ids = torch.randint(3, 199, (80,)).tolist()
     with torch.no_grad():
@@ -83,7 +81,7 @@ def test_codes_and_adapters_of_every_linear(name):
             assert (got - want).abs().max() < 2e-4 * want.abs().max(), (spec, adapter)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "bitnet", "olmo3", "granite"])
+@pytest.mark.parametrize("name", ["gemma3", "bitnet", "olmo3", "granite", "cohere2", "hunyuan"])
 def test_bits_do_not_depend_on_batch_chunks_or_threads(name):
     _, config, weights = made(name)
     weights = {n: quantize(w, QuantSpec.parse("w8")) if w.ndim == 2 else w for n, w in weights.items()}

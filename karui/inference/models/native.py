@@ -74,8 +74,6 @@ def _lacking(config: ModelConfig) -> str:
     experts = config.mixture
     parts = {
         "recurrent layers": config.recurrent, "sparse attention": config.latent is not None and config.latent.indexer,
-        "centred norms": config.centred,
-        "norms behind the rotation": config.norm_turned, "parallel layers": config.parallel,
         "gates on attention": config.attention_gate, "shared feed-forward layer": config.shared_mlp,
         "interleaved RoPE with norms": config.interleaved and config.qk_norm,
         config.activation: config.activation not in ACTIVATIONS,
@@ -250,10 +248,10 @@ class NativeRunner:
         config = Config(
             c.num_layers, c.hidden_size, c.num_heads, 1 if c.latent else c.num_kv_heads, c.head_dim, c.intermediate_size,
             c.vocab_size, self.threads, c.head_dim if c.rotary_dim is None else c.rotary_dim, c.row_norm,
-            ACTIVATIONS[c.activation], 0, c.norm_eps, self._rope_factor, c.embed_scale, c.query_scale, c.residual_scale,
-            1 / c.logit_scale, c.attention_cap or 0.0, c.logit_cap or 0.0, address(self._inv_freq), address(self._local_inv_freq),
-            final, ctypes.addressof(embedding.linear), ctypes.addressof(head.linear), ctypes.addressof(layers),
-            -1 if file is None else file.fd)
+            ACTIVATIONS[c.activation], c.centred, c.parallel, c.norm_turned, c.norm_eps, self._rope_factor, c.embed_scale,
+            c.query_scale, c.residual_scale, 1 / c.logit_scale, c.attention_cap or 0.0, c.logit_cap or 0.0,
+            address(self._inv_freq), address(self._local_inv_freq), final, ctypes.addressof(embedding.linear),
+            ctypes.addressof(head.linear), ctypes.addressof(layers), -1 if file is None else file.fd)
         if self._model is None:
             self._model = self._lib.model(ctypes.byref(config))
             full = not self._model

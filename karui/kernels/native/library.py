@@ -69,7 +69,8 @@ class Config(C.Structure):
     """`Config` of model.cpp."""
 
     _fields_ = [(n, C.c_int32) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab",
-                                         "max_threads", "rotary_dim", "row_norm", "activation", "padding")] + [
+                                         "max_threads", "rotary_dim", "row_norm", "activation", "centred", "parallel",
+                                         "norm_turned")] + [
         (n, C.c_float) for n in ("eps", "rope_factor", "embed_scale", "query_scale", "residual_scale", "logit_factor",
                               "attention_cap", "logit_cap")] + [
         (n, C.c_void_p) for n in ("inv_freq", "local_inv_freq", "final_norm", "embedding", "head", "layer")] + [

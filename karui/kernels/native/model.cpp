@@ -41,7 +41,10 @@ struct Config {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, max_threads;
     int32_t rotary_dim;      // how much of a head is rotated
     int32_t row_norm;        // 1: queries (keys) are normalized over all heads together
-    int32_t activation, padding;
+    int32_t activation;
+    int32_t centred;         // 1: norms of the residual stream take the mean off first
+    int32_t parallel;        // 1: the feed-forward part reads what the attention reads
+    int32_t norm_turned;     // 1: queries and keys are normalized behind the rotation
     float eps, rope_factor;  // rope_factor multiplies cos and sin of inv_freq
     float embed_scale, query_scale, residual_scale, logit_factor;  // factors; residual_scale: on what is added to the residual stream
     float attention_cap, logit_cap;                                // scores and logits x become cap tanh(x / cap); 0: they stay
@@ -355,7 +358,7 @@ struct Model {
         share(T, t, n, first, last);
         for (int r = first; r < last; r++) {
             float *from = product.data + (int64_t)r * ld_hidden, *row = h.data + (int64_t)r * ld_hidden;
-            if (norm) rms_norm(from, norm, c.hidden, c.eps, from);
+            if (norm) normalize(from, norm, from);
             for (int i = 0; i < c.hidden; i++) row[i] += c.residual_scale * from[i];
         }
         team.barrier(t);
@@ -424,12 +427,23 @@ struct Model {
     }
     void prepared(int t) { if (!own) team.barrier(t); }
 
+    void normalize(const float* x, const float* weight, float* out) const {
+        (c.centred ? layer_norm : rms_norm)(x, weight, c.hidden, c.eps, out);
+    }
+    // What the layer's attention has read, for its feed-forward part.
+    Inputs& same_rows(const Linear* const* parts, int count, int rows, int t, int n) {
+        int first, last;
+        Inputs& in = prepare_rows(rows, t, n, first, last);
+        quantize(parts, count, in.normed.data, ld_hidden, first, last, in.coded);
+        prepared(t);
+        return in;
+    }
     Inputs& norm_rows(const float* weight, const Linear* const* parts, int count, int rows, int t, int n) {
         int first, last;
         Inputs& in = prepare_rows(rows, t, n, first, last);
         float* out = in.normed.data;
         for (int64_t r = first; r < last; r++) {
-            if (weight) rms_norm(h.data + r * ld_hidden, weight, c.hidden, c.eps, out + r * ld_hidden);
+            if (weight) normalize(h.data + r * ld_hidden, weight, out + r * ld_hidden);
             else memcpy(out + r * ld_hidden, h.data + r * ld_hidden, c.hidden * 4);
         }
         quantize(parts, count, out, ld_hidden, first, last, in.coded);
@@ -868,12 +882,13 @@ struct Model {
             float* out = is_query ? q.data + (int64_t)row * ld_q + head * dim_padded : key;
             if (weight && c.row_norm)
                 scale_row(source, rms.data[2 * row + !is_query], weight + (is_query ? head : head - heads) * hd, hd, raw);
-            else if (weight) rms_norm(source, weight, hd, c.eps, raw);
-            if (weight) source = raw;
+            else if (weight && !c.norm_turned) rms_norm(source, weight, hd, c.eps, raw);
+            if (weight && !c.norm_turned) source = raw;
             memcpy(out, source, hd * 4);
             const int turned = layer.rope ? c.rotary_dim : 0;
-            if (turned) rotate(out, cs, sn, turned, is_query ? scale : 1.0f);
-            for (int d = turned; d < hd && is_query; d++) out[d] *= scale;
+            if (turned) rotate(out, cs, sn, turned, is_query && !c.norm_turned ? scale : 1.0f);
+            if (c.norm_turned && weight) rms_norm(out, weight, hd, c.eps, out);
+            for (int d = c.norm_turned ? 0 : turned; d < hd && is_query; d++) out[d] *= scale;
             if (is_query) continue;
             const float* v = kv.data + (int64_t)row * ld_kv + c.kv_heads * hd + (head - heads) * hd;
             memcpy(value, v, hd * 4);
@@ -998,7 +1013,8 @@ struct Model {
             quantize(o, 1, attended, ld_mixed, r0, r1, mixed.coded);
             prepared(t);
             add_to_residual(&y.o, y.attended_norm, attended, ld_mixed, mixed.coded, t, n, adapted ? base + 3 : nullptr);
-            Inputs& post = norm_rows(y.post_norm, gate_up, y.mixture ? 0 : 2, T, t, n);
+            const int read = y.mixture ? 0 : 2;
+            Inputs& post = c.parallel ? same_rows(gate_up, read, T, t, n) : norm_rows(y.post_norm, gate_up, read, T, t, n);
             if (y.mixture) mixing.run(team, *y.mixture, post.normed.data, ld_hidden, T, h.data, ld_hidden, scratch[t]->panel.data, t, n);
             else {
                 const Codes* product_codes = gate_up_down(y, post, t, n, adapted ? lora_gu : nullptr);
@@ -1012,7 +1028,7 @@ struct Model {
         Inputs& in = prepare_rows(b->wanted, t, n, first, last);
         for (int r = first; r < last; r++) {
             float* out = in.normed.data + (int64_t)r * ld_hidden;
-            rms_norm(h.data + (int64_t)b->rows[r] * ld_hidden, c.final_norm, c.hidden, c.eps, out);
+            normalize(h.data + (int64_t)b->rows[r] * ld_hidden, c.final_norm, out);
             if (b->hidden && (!own || t == 0)) memcpy(b->hidden + (int64_t)r * c.hidden, out, c.hidden * 4);
         }
         quantize(head, 1, in.normed.data, ld_hidden, first, last, in.coded);

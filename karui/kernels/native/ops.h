@@ -46,6 +46,17 @@ static void rms_norm(const float* x, const float* weight, int n, float eps, floa
     scale_row(x, inverse_rms(x, n, eps), weight, n, out);
 }
 
+// The same of what is left without its mean.
+static void layer_norm(const float* x, const float* weight, int n, float eps, float* out) {
+    V s = set1(0.0f);
+    int i = 0;
+    for (; i + W <= n; i += W) s = add(s, load(x + i));
+    float total = hsum(s);
+    for (; i < n; i++) total += x[i];
+    for (i = 0; i < n; i++) out[i] = x[i] - total / (float)n;
+    rms_norm(out, weight, n, eps, out);
+}
+
 // Where one row of int8 activations is written: chunk c of 32 codes at codes + c * chunk_step, block b's scale at scale + b * step.
 struct CodeRow {
     int8_t* codes;
