@@ -45,20 +45,38 @@ def stage(a: Any, work: Path, name: str, model: str, **sections: Any) -> str:
     return str(final)
 
 
-def began(a: Any, work: Path, start: str, model: str) -> str:
-    """The folder of a model with an indexer that nothing has trained."""
+def began(a: Any, work: Path, model: str) -> str:
+    """The folder of a model with an indexer that nothing has trained, its heads the attention's."""
     from karui.catalogue import load_tokenizer
     from karui.distill.reshape import sparse
 
-    folder = work / f"began-{start}"
+    folder = work / "began"
     if not folder.is_dir():
         tokenizer = load_tokenizer(Path(model))
         ids = torch.tensor(tokenizer(DATA.joinpath("wikitext2_valid.txt").read_text(encoding="utf-8")[:100_000])["input_ids"])
-        rows = list(ids[: 16 * a.length].split(a.length))
-        made: Any = sparse.convert(load(model), a.top, a.heads, a.width, start=start, seed=a.seed, rows=rows)  # type: ignore[arg-type]
-        made.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        made: Any = sparse.convert(load(model), a.top, a.heads, a.width, rows=list(ids[: a.samples * a.length].split(a.length)))
+        save(made, tokenizer, folder)
     return str(folder)
+
+
+def drawn(a: Any, work: Path, copied: str) -> str:
+    """The same, its indexers drawn as transformers draws them."""
+    from karui.catalogue import load_tokenizer
+    from karui.trainers.sparse import indexers
+
+    folder = work / "drawn"
+    if not folder.is_dir():
+        model, draw = load(copied), torch.Generator().manual_seed(a.seed)
+        with torch.no_grad():
+            for parameter in (p for m in indexers(model) for p in m.parameters() if p.ndim == 2):
+                parameter.normal_(std=model.config.initializer_range, generator=draw)
+        save(model, load_tokenizer(Path(copied)), folder)
+    return str(folder)
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def data(a: Any, work: Path) -> dict[str, Any]:
@@ -137,12 +155,13 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--heal", type=int, default=48)
-    parser.add_argument("--warm", type=int, default=96)
-    parser.add_argument("--sparse", type=int, default=48)
+    parser.add_argument("--heal", type=int, default=24)
+    parser.add_argument("--warm", type=int, default=24)
+    parser.add_argument("--sparse", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=8, help="texts that calibrate what is changed")
     parser.add_argument("--lr", type=float, default=1e-4, help="of the model; its indexers learn at --index-lr")
     parser.add_argument("--index-lr", type=float, default=1e-3)
-    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--matmul", default="bf16", choices=("fp32", "bf16x3", "bf16-backward", "bf16"), help="`run.matmul`")
@@ -151,7 +170,7 @@ def main() -> None:
     logging.disable(logging.INFO)
     torch.set_num_threads(a.threads)
     if a.quick:
-        a.length, a.heal, a.warm, a.sparse, a.windows = 512, 8, 16, 8, 4
+        a.length, a.top, a.heal, a.warm, a.sparse, a.windows = 512, 32, 4, 12, 4, 2
     report(figures(a), a.json)
 
 
@@ -159,9 +178,10 @@ def figures(a: Any) -> list[Figure]:
     work = work_folder(a.work)
     healing = {"kind": "distil", "label": 0.5, "teacher": "smollm2-135m"}
     scale = a.index_lr / a.lr
-    healed = stage(a, work, "healed", "smollm2-135m", prepare=[{"method": "mla", "rank": 128, "samples": 32}], objective=healing,
+    healed = stage(a, work, "healed", "smollm2-135m", prepare=[{"method": "mla", "rank": 128, "samples": a.samples}], objective=healing,
                    optim=optim(a, a.heal, a.lr))
-    copied, random = (began(a, work, start, healed) for start in ("attention", "random"))
+    copied = began(a, work, healed)
+    random = drawn(a, work, copied)
     found: list[Figure] = []
     losses: dict[str, float] = {}
 

@@ -18,7 +18,7 @@ from karui.adapters.files import fingerprint, keep_residual, quiet
 from karui.adapters.loftq import loftq
 from karui.adapters.olora import olora
 from karui.adapters.pissa import pissa
-from karui.adapters.quantized_linear import QuantizedLinear
+from karui.adapters.quantized_linear import NOT_QUANTIZED, QuantizedLinear
 from karui.adapters.start import Start
 from karui.adapters.targets import check_rank, head_names, is_tied, resolve_lora_targets, resolve_modules, shortest
 from karui.configs.errors import KaruiError
@@ -130,7 +130,7 @@ def _prepare_base(model: nn.Module, step: LoraStep, targets: list[str]) -> tuple
         start = make_start(step, module.weight, name) if name in wanted else None
         if start is not None:
             starts[name] = start
-        if step.base.format != "none" and name not in head:
+        if step.base.format != "none" and name not in head and not name.endswith(NOT_QUANTIZED):
             weight = module.weight if start is None else start.base(module.weight.float())
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, QuantizedLinear(quantize(weight, step.base, name=name), module.bias))

@@ -22,6 +22,8 @@ from karui.kernels.quantize import quantize
 from karui.kernels.quantize.nf4 import CODEBOOK, block_absmax
 from karui.kernels.triton_support import obstacle
 
+NOT_QUANTIZED = "indexer.weights_proj"  # small, and the choice of keys is sensitive to its rounding: exports leave it, too
+
 
 class QuantizedLinear(nn.Module):
     """y = x dequantize(W)^T + bias, W a `QTensor` [out, in] held packed in buffers; x [..., in] in any float dtype.
@@ -140,6 +142,8 @@ def quantize_linears(model: nn.Module, spec: QuantSpec, skip: set[str]) -> dict[
     """
     done: dict[str, QuantizedLinear] = {}
     for name, module in [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and n not in skip]:
+        if name.endswith(NOT_QUANTIZED):
+            continue
         parent, _, leaf = name.rpartition(".")
         done[name] = QuantizedLinear.from_linear(module, spec, name)
         setattr(model.get_submodule(parent), leaf, done[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from karui.adapters.quantized_linear import QuantizedLinear
 from karui.configs.errors import KaruiError, UnsupportedError, nearest
 
 logger = logging.getLogger(__name__)
+_INDEXER = re.compile(r"\.indexer\.")
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -20,14 +22,15 @@ def linears(model: nn.Module) -> list[str]:
 
 
 def resolve_targets(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
-    """Full names of the linears that `targets` means: all but the output head, or those whose name ends in a given one.
+    """Full names of the linears that `targets` means: all but output head and indexers, or those whose name ends in a given one.
 
     Raises:
-        KaruiError: a name that matches nothing (the model's names are listed), a tied output head.
+        KaruiError: a name that matches nothing (the model's names are listed), a tied output head, an indexer, whose choice of
+            keys has no gradient.
     """
     every, head = linears(model), head_names(model)
     if targets == "all-linear":
-        found = [n for n in every if n not in head]
+        found = [n for n in every if n not in head and not _INDEXER.search(n)]
         if not found:
             raise KaruiError(f"targets all-linear: {type(model).__name__} has no linear layer besides its output head.")
         return found
@@ -37,6 +40,8 @@ def resolve_targets(model: nn.Module, targets: str | tuple[str, ...]) -> list[st
             f"adapter target {tied[0]!r} shares its weight with the embedding; a merged adapter would change both. "
             f"Leave it out of targets."
         )
+    if index := sorted(n for n in chosen if _INDEXER.search(n)):
+        raise KaruiError(f"adapter target {index[0]!r} is of an indexer, which an adapter does not train; leave it out.")
     return [n for n in every if n in chosen]
 
 

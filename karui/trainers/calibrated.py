@@ -155,13 +155,14 @@ def put_on_grid(
     """Every linear of the blocks replaced by its value on the grid, in place, as QLoRA does it to its base, after `change`."""
     import torch
 
+    from karui.adapters.quantized_linear import NOT_QUANTIZED
     from karui.kernels.quantize import quantize
 
     if base is None or base.format == "none":
         return
     with torch.no_grad():
         for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}":
+            if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}" and not name.endswith(NOT_QUANTIZED):
                 module.weight.copy_(quantize(change(name, module.weight), base, name=f"{name}.weight").dequantize())
 
 

@@ -127,7 +127,7 @@ def test_a_released_gpt_oss_is_tuned_and_keeps_its_codes(folder_of, rows_file, t
     assert str(bundle.spec("model.layers.0.self_attn.q_proj.weight")) == "w4g32"
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qlora", "deepseek_v3"), ("sft-full", "gemma3_text"), ("qlora", "gemma2"), ("lora", "gpt_oss"),
+@pytest.mark.parametrize(("name", "kind"), [("qlora", "deepseek_v3"), ("qlora", "deepseek_v32"), ("sft-full", "gemma3_text"), ("qlora", "gemma2"), ("lora", "gpt_oss"),
                                             ("qlora", "exaone4"), ("lora", "ernie4_5_moe")])
 def test_a_shipped_recipe_trains_and_exports_it(name, kind, folder_of, rows_file, tmp_path, own_cache):  # noqa: F811
     result = run_pipeline(short(name, folder_of(kind), rows_file, tmp_path))

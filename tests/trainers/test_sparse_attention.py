@@ -263,8 +263,11 @@ def test_the_indexers_learn_at_a_rate_of_their_own(make_recipe):
 def test_an_adapter_leaves_the_indexers_alone(make_recipe, tmp_path):
     first = run_recipe(recipe_with(make_recipe, run={"output": str(tmp_path / "first")}))
     kept = {"model": {"name": str(first.final)}, "optim": {"lr": 1e-2, "steps": 4}}
-    metrics = run_recipe(make_recipe(**kept)).metrics
-    assert metrics["eval_loss"] < metrics["eval_loss_before"]
+    done = run_recipe(make_recipe(**kept))
+    assert done.metrics["eval_loss"] < done.metrics["eval_loss_before"]
+    assert not [n for n in load_file(done.final / "adapter_model.safetensors") if "indexer" in n]
+    with pytest.raises(KaruiError, match="adapter target 'model.layers.0.self_attn.indexer.wk' is of an indexer"):
+        run_recipe(make_recipe(**kept, prepare=[{"method": "lora", "rank": 4, "targets": ["wk"]}]))
     with pytest.raises(KaruiError, match="which an adapter leaves as they are"):
         run_recipe(make_recipe(**kept, objective={"indexer": {}}))
 

@@ -26,7 +26,7 @@ from karui.kernels.quantize import quantize
 _SIDE_FILE = "karui_adapter.json"  # beside the adapter: what karui knows of its base
 _RESIDUAL_FILE = "karui_residual.safetensors"
 _PREFIX = "base_model.model."
-_NO_LINEAR = re.compile(r"\.experts\.\d+\.|\.(gate|router)\.weight$")
+_NO_LINEAR = re.compile(r"\.experts\.\d+\.|\.(gate|router|weights_proj)\.weight$")
 _PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 
 
@@ -108,7 +108,7 @@ class Adapter:
 
 def base_weight(name: str, weight: torch.Tensor, grid: QuantSpec | None, adapter: Adapter | None) -> torch.Tensor:
     """A linear's weight as its adapter saw it: what the adapter's start took out is taken out, and the rest put on the grid.
-    Fused experts and their router are no linears and were on no grid."""
+    Fused experts and their router are no linears and were on no grid, nor were the weights of an indexer's heads."""
     if grid is None or grid.format == "none" or _NO_LINEAR.search(name):
         return weight
     pair = adapter.residuals.get(name) if adapter is not None else None

@@ -110,7 +110,7 @@ class _Loss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=q.device)
         dq, dk, dw = (torch.zeros_like(x) for x in (iq_, ik_, iw_))
         with torch.autocast(q.device.type, enabled=False):
-            for s, a, b, seen in _seen(bounds, chosen, q):
+            for s, a, b, seen in _seen(bounds, chosen, q, iq.shape[1]):
                 wanted = _shares(q[0, :, a:b], k[0, :, s:b], seen, scaling).mean(0)  # each head's sum to 1
                 products = iq_[a:b] @ ik_[s:b].T * scale
                 lit = products.relu()  # [n, I, C]
@@ -146,10 +146,11 @@ def _before(a: int, b: int, device: torch.device) -> torch.Tensor:
     return torch.arange(b, device=device)[None] <= torch.arange(a, b, device=device)[:, None]
 
 
-def _seen(bounds: list[tuple[int, int]], chosen: Chosen, q: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-    """(document's begin, a, b, seen [b - a, b - begin] bool) of every block of rows."""
+def _seen(bounds: list[tuple[int, int]], chosen: Chosen, q: torch.Tensor,
+          heads: int = 0) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    """(document's begin, a, b, seen [b - a, b - begin] bool) of every block of rows, for q's heads or more."""
     for (s, e), keys in zip(bounds, chosen, strict=True):
-        for a, b in _blocks(s, e, q.shape[1]):
+        for a, b in _blocks(s, e, max(heads, q.shape[1])):
             seen = _before(a - s, b - s, q.device)
             if keys is not None:
                 # rows with fewer keys than `top` name some that they may not see, which may lie beyond the block

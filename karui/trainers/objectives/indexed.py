@@ -110,7 +110,7 @@ def make(setup: Setup) -> Indexed:
     """The objective of a prepared run whose recipe has `objective.indexer`.
 
     Raises:
-        KaruiError: an adapter, beside which it is not trained.
+        KaruiError: an adapter, beside which it is not trained; a warm-up of a model whose routers move.
     """
     from karui.trainers.objectives import distil
 
@@ -118,6 +118,9 @@ def make(setup: Setup) -> Indexed:
     section: Any = recipe.objective
     if setup.is_adapter:
         raise KaruiError("objective.indexer trains weights of the model, which an adapter leaves as they are; leave one out.")
+    if recipe.moe.balance == "bias" and section.indexer.warm_up:
+        raise KaruiError("objective.indexer.warm_up leaves the model as it is, moe.balance: bias moves its routers; warm up in a "
+                         "run of its own.")
     made: Indexed
     if section.kind == "distil":
         made = distil.make(setup, IndexedDistil)  # type: ignore[assignment]
