@@ -8,7 +8,9 @@ import torch
 
 import karui.trainers.samples as samples
 from karui.configs.errors import KaruiError
-from karui.distill.reshape import kv_heads, latent, size_of, upcycle, window
+from karui.distill.reshape import kv_heads, latent, size_of, sparse, upcycle, window
+from karui.trainers.lean import install_lean_ops
+from karui.trainers.sparse import indexers
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +58,42 @@ def test_a_mixture_starts_at_the_dense_loss_and_a_part_of_it_does_not(real):
     assert loss(upcycle.convert(model, 4, 2), ids) == pytest.approx(whole, abs=1e-5)
     assert loss(upcycle.convert(model, 4, 2, 2), ids) == pytest.approx(whole, abs=1e-5)
     assert loss(upcycle.convert(model, 4, 3, 4), ids) > whole + 0.5
+
+
+def test_few_keys_of_a_trained_indexer_are_nearly_all_keys_and_of_a_drawn_one_are_not(real):
+    """24 of 160; a warm-up of eight steps, then transformers' own attention."""
+    from karui.configs.objectives import IndexerSection
+    from karui.trainers.data import Sample, collate
+    from karui.trainers.model import ATTENTION, register_attention
+    from karui.trainers.objectives.indexed import IndexedSft
+
+    model, ids, rows = real
+    half = latent.convert(model, 128, None, rows)
+    dense, local = loss(half, ids), loss(window.convert(model, 24, None), ids) - loss(model, ids)
+    copied, drawn = (sparse.convert(half, 24, 4, 96, start=start, rows=rows) for start in ("attention", "random"))
+    began, untrained = loss(copied, ids) - dense, loss(drawn, ids) - dense
+    register_attention()
+    copied.set_attn_implementation(ATTENTION)
+    install_lean_ops(copied)
+    objective = IndexedSft(copied, 256)
+    objective.index_with(IndexerSection(warm_up=1.0))
+    optimizer = torch.optim.AdamW([p for m in indexers(copied) for p in m.parameters()], lr=5e-4)
+    divergence = []
+    for step in range(8):
+        objective.train()
+        objective.before_step(step, 8)
+        ids_ = rows[step % 4].numpy().astype("int32")
+        batch = collate([Sample(ids=ids_, loss_mask=ids_ >= 0, source_row=0)])
+        (objective(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets) / batch.num_supervised).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        divergence.append(objective.metrics()["loss_indexer"])
+    copied.eval()
+    with torch.no_grad():
+        found = [torch.nn.functional.cross_entropy(copied(row[None], use_cache=False).logits[0, :-1], row[1:]) for row in ids]
+    trained = float(torch.stack(found).mean()) - dense
+    assert divergence[-1] < 0.8 * divergence[0]
+    assert trained < 0.5 * began < 0.25 * min(untrained, local)
 
 
 def test_a_window_longer_than_the_text_costs_nothing_and_a_shorter_one_more_the_shorter_it_is(real):
