@@ -1,14 +1,17 @@
 """Kernels, training step and engine on one GPU: correctness against float64 first, then shares of ceilings measured in the same run.
 
-    python benchmarks/gpu.py --json out.json            one card, under 8 minutes, no network; torch, triton, transformers
+    python benchmarks/gpu.py --json out.json            one card, under 8 minutes, no network; torch, triton, transformers, pydantic
     python benchmarks/gpu.py --only correctness         on a CPU this is all there is: tiny shapes, Triton's interpreter
 
 Ceilings: a large copy (GB/s) and torch's bf16 product at 8192^3 (TFLOP/s). Times are medians of CUDA-event timings after a warm-up.
 What decoding runs is timed as a CUDA graph over so many copies of the weights that no cache holds them. Kernel configurations are timed
 once per class of shapes (`triton_support.tuning`).
 
-A part that fails is reported as failed and the next one runs; parts that no time is left for say so. The exit code is 1 when a
-comparison is wrong or anything failed. A test walks through the whole speed half on a CPU with the shapes of `TINY`.
+On a GPU comparisons run in several processes, and beside them each part of the speed half once on a small model, for its kernels to
+be compiled: one after the other that would take all of the time. The speed half then has the GPU to itself. A kernel that fails, hangs
+or breaks its process is reported as failed, and a new process does what is left; parts that no time is left for say so, parts that
+do not fit into the card's memory too. The exit code is 1 when a comparison is wrong or anything failed. A test walks through the whole
+speed half on a CPU with the shapes of `TINY`.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ import gc
 import math
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +48,8 @@ from karui.kernels.triton_support import has_triton, tuning  # noqa: E402
 DEVICE = torch.device("cuda" if GPU else "cpu")
 START = time.monotonic()
 BUDGET_S = 440.0 if GPU else math.inf
-FOR_SPEED_S = 200.0  # of the budget, which the correctness half leaves
+FOR_SPEED_S = 240.0  # of the budget, which the correctness half leaves
+PROCESSES = 8  # that compare
 RECIPES = {"fp8-current": 89, "fp8-rowwise": 89, "fp8-blockwise": 89, "mxfp8": 100}  # the capability whose tensor cores have it
 FAILED = "failed: "
 
@@ -53,6 +59,8 @@ def left() -> float:
 
 
 def failure(name: str, problem: Exception) -> Figure:
+    if isinstance(problem, torch.OutOfMemoryError):
+        return Figure(name=name, ours=None, unit="", note=f"does not fit on this card: {str(problem)[:200]}")
     return Figure(name=name, ours=None, unit="", note=f"{FAILED}{type(problem).__name__}: {str(problem)[:300]}")
 
 
@@ -290,10 +298,11 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
         from karui.kernels.paged_attention import triton as kernel
 
         heads, width, block = 2, 64 if GPU else 16, 16
-        scaled = dtype in (torch.int8, torch.float8_e4m3fn)
-        keys, values = (torch.zeros(256, heads, width, device=DEVICE).to(dtype) for _ in range(2))
+        scaled, packed = dtype in (torch.int8, torch.float8_e4m3fn), (width, 16) if dtype == torch.uint8 else None
+        row = width if packed is None else paged_attention.row_bytes(*packed)
+        keys, values = (torch.zeros(256, heads, row, device=DEVICE).to(dtype) for _ in range(2))
         scales = [torch.zeros(256, heads, device=DEVICE) for _ in range(2)] if scaled else [None, None]
-        cache = paged_attention.Cache(keys, values, *scales)
+        cache = paged_attention.Cache(keys, values, *scales, packed=packed)
         slots = torch.arange(256, device=DEVICE, dtype=torch.int32)
         paged_attention.write_kv(randn(256, heads, width), randn(256, heads, width), slots, cache, "triton")
         tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
@@ -304,8 +313,38 @@ def checks() -> dict[str, tuple[float, Callable[[], float]]]:
         want = paged_attention.paged_attention(q, cache, plan, 0.2, None, "torch")
         return max(relative(kernel.paged_attention(q, cache, plan, 0.2, None, parts=n), want) for n in (1, 3))
 
-    for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
-        made[f"paged attention {str(dtype)[6:]}"] = (2e-2, lambda dtype=dtype: paged(dtype))
+    for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8):
+        made[f"paged attention {'int4' if dtype == torch.uint8 else str(dtype)[6:]}"] = (2e-2, lambda dtype=dtype: paged(dtype))
+
+    def unfinished_blocks(kv_dtype: str) -> float:
+        """A prompt over three blocks and a token more, beside the torch runner's store and attention."""
+        from karui.inference.batch import StepBatch
+        from karui.inference.cache.kivi import BITS, KiviStore
+        from karui.inference.models.attention import attend
+        from karui.inference.models.step import Step
+        from karui.kernels.paged_attention.kivi import enter, kivi_attention
+
+        block, width, worst = 32, 64 if GPU else 16, 0.0
+        store = KiviStore(1, 4, block, 2, width, kv_dtype, DEVICE)
+        mine = [torch.zeros_like(x) for x in (store.keys[0], store.values[0], store.pages[0, 0], store.pages[1, 0])]
+        cache = paged_attention.KiviCache(*mine, bits=BITS[kv_dtype], block_size=block, group=store.group)
+        tables = torch.tensor([[2, 0, 3, 1]])
+        for a, b in ((0, 70), (70, 71)):
+            at = torch.arange(a, b)
+            slots = tables[0, at // block] * block + at % block
+            batch = StepBatch(*(t.int() for t in (at, at, slots, torch.tensor([0, b - a]), torch.tensor([b]), tables, torch.tensor([b - a - 1]))))
+            step = Step.of(batch, block, {}, DEVICE)
+            q, k, v = randn(b - a, 8, width, dtype=half).split((4, 2, 2), 1)
+            store.write(0, step.slots, k, v)
+            rows, turn = store._rows(step.slots).int(), torch.ones(b - a, width // 2, device=DEVICE)
+            enter(torch.cat([q, k, v], 1).flatten(1), 4, turn, 0 * turn, step.slots.int(), rows, cache)
+            worst = max(worst, float((cache.keys != store.keys[0]).sum() + (cache.values != store.values[0]).sum()))
+            plan = paged_attention.Plan(*(t.to(DEVICE) for t in (batch.query_starts, batch.context_lens, batch.block_tables)), block, b - a)
+            worst = max(worst, relative(kivi_attention(q.contiguous(), cache, plan, rows, width**-0.5), attend(store, 0, q.contiguous(), step, None)))
+        return worst
+
+    for kv_dtype in ("kivi4", "kivi2"):
+        made[f"paged attention {kv_dtype}, and codes that differ"] = (2e-2, lambda kv_dtype=kv_dtype: unfinished_blocks(kv_dtype))
 
     def drawn() -> float:
         n = 3
@@ -362,16 +401,117 @@ def runner(spec: str | None, kv_dtype: str, experts: int) -> float:
 
 
 def correctness() -> list[Figure]:
-    figures = []
-    for name, (bound, run) in checks().items():
-        if left() < FOR_SPEED_S:
-            figures.append(no_time(f"correct: {name}"))
-            continue
-        try:
-            figures.append(Figure(name=f"correct: {name}", ours=run(), unit="error", goal=bound, better="lower"))
-        except Exception as problem:  # one broken kernel must not hide the others
-            figures.append(failure(f"correct: {name}", problem))
-    return figures
+    return [figure for name in checks() for figure in compared(name)]
+
+
+def compared(name: str) -> list[Figure]:
+    if left() < 0:
+        return [no_time(f"correct: {name}")]
+    try:
+        bound, run = checks()[name]
+        return [Figure(name=f"correct: {name}", ours=run(), unit="error", goal=bound, better="lower")]
+    except Exception as problem:  # one broken kernel must not hide the others
+        return [failure(f"correct: {name}", problem)]
+
+
+# -- processes
+
+
+def worker(half: str, names: list[str], out: Path, seconds: float) -> None:
+    """What a process of `in_processes` does: a line of JSON as each name begins and as it ends. It ends early when an error has
+    left the GPU's context unusable."""
+    global BUDGET_S
+    BUDGET_S = time.monotonic() - START + seconds
+    tuning.tune(half != "correctness")
+    if GPU and half == "warm":  # the comparisons beside it need little
+        torch.cuda.set_per_process_memory_fraction(0.08)
+    parts = None if half == "correctness" else speed_parts(FULL if half == "speed" else WARM)
+    with out.open("a") as file:
+
+        def say(**line: Any) -> None:
+            print(json.dumps(line), file=file, flush=True)
+
+        for name in names:
+            say(begun=name)
+            figures = compared(name) if parts is None else measured(name, parts)
+            say(done=name, figures=[vars(f) for f in figures], configurations={str(k): str(v) for k, v in tuning.chosen().items()})
+            try:
+                settle()
+            except Exception:  # an illegal access: every later call would fail
+                os._exit(3)
+    os._exit(0)  # not after what libraries do at an exit
+
+
+@dataclass
+class _Process:
+    names: list[str]
+    file: Path
+    running: subprocess.Popen[bytes]
+    log: Path
+
+    def lines(self) -> list[dict[str, Any]]:
+        whole = self.file.read_text().rpartition("\n")[0] if self.file.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def in_processes(half: str, lists: Sequence[list[str]], seconds: float, keep: Callable[[list[Figure]], None] = lambda figures: None,
+                 beside: Sequence[list[str]] = (), script: Path = Path(__file__)) -> tuple[list[Figure], dict[str, str]]:  # fmt: skip
+    """The figures of all names and the configurations chosen; each list in a process of its own, all at once. What a process was at
+    when it died, or when the time was over, has failed; the others of its list get a new process.
+
+    Args:
+        beside: lists of parts that are run for their kernels' sake, whatever comes of it; nothing is waited for once `lists` are
+            done and `seconds` are over.
+        keep: called with all figures so far whenever there are new ones.
+    """
+    end, begin = time.monotonic() + seconds, "correct: " if half == "correctness" else ""
+    figures: list[Figure] = []
+    chosen: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(half: str, names: list[str]) -> _Process:
+            number = len(list(Path(folder).iterdir()))
+            file, log = Path(folder) / f"{number}.jsonl", Path(folder) / f"{number}.log"
+            command = [sys.executable, str(script), "--worker", half, json.dumps(names), str(file), str(end - time.monotonic())]
+            threads = {} if half == "speed" else {"OMP_NUM_THREADS": "2"}
+            with log.open("wb") as to:
+                return _Process(names, file, subprocess.Popen(command, stdout=to, stderr=to, env=os.environ | threads), log)
+
+        warming = [start("warm", names) for names in beside]
+        at_work, told = [start(half, names) for names in lists], {}
+        while at_work or (time.monotonic() < end and any(p.running.poll() is None for p in warming)):
+            time.sleep(0.1)
+            for process in list(at_work):
+                over = time.monotonic() > end
+                ended = process.running.poll() is not None  # before the file is read
+                lines = process.lines()
+                for line in lines[told.get(process.file, 0):]:
+                    if "done" in line:
+                        figures += [Figure(**f) for f in line["figures"]]
+                        chosen |= line["configurations"]
+                        keep(figures)
+                told[process.file] = len(lines)
+                if not over and not ended:
+                    continue
+                process.running.kill()
+                code = process.running.wait()
+                at_work.remove(process)
+                done = [line["done"] for line in lines if "done" in line]
+                begun = [name for line in lines if (name := line.get("begun")) and name not in done]
+                rest = [name for name in process.names if name not in (*done, *begun)]
+                last = process.log.read_text(errors="replace").strip().splitlines()[-1:]
+                why = " ".join(["its time was over" if over and not ended else f"the process ended with {code}", *last])[:300]
+                failed = begun if over or begun or done else rest  # a process that began nothing will not do better
+                figures += [Figure(name=begin + name, ours=None, unit="", note=FAILED + why) for name in failed]
+                if over:
+                    figures += [no_time(begin + name) for name in rest]
+                elif rest and failed != rest:
+                    at_work.append(start(half, rest))
+                keep(figures)
+        for process in warming:
+            process.running.kill()
+            process.running.wait()
+    return figures, chosen
 
 
 # -- speed
@@ -412,6 +552,7 @@ class Sizes:
 
 
 FULL = Sizes()
+WARM = replace(FULL, layers=1, cold=1, new=8)  # the same kernels, at least of memory and time
 TINY = Sizes(
     copied=2**12, cold=1, square=64, experts=(16, 16, 128, 20), weight=(32, 256), narrow=(32, 256), contexts=((2, 32), (1, 32)),
     heads=(4, 2, 16), attention=24, layers=1, batch=(2, 8), lora=(20, 64, 5), prompt=5, new=2, requests=2, grid="w4g32",
@@ -426,6 +567,7 @@ def one_run(run: Callable[[], Any]) -> float:
         run()
         return (time.perf_counter() - begin_s) * 1e3
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host gets ahead
     begin.record()
     run()
     end.record()
@@ -541,8 +683,11 @@ def quantizers(s: Sizes, copied: float) -> list[Figure]:
 
 
 def decoding(s: Sizes, copied: float) -> list[Figure]:
+    from karui.inference.cache.affine import encode, group_of
+    from karui.inference.cache.kivi import BITS
     from karui.kernels.gemm_weight import gemm_float8, gemm_int8, gemm_weight, pack_weight, takes_float8, takes_int8
-    from karui.kernels.paged_attention import Cache, Plan, paged_attention
+    from karui.kernels.paged_attention import Cache, KiviCache, Plan, paged_attention
+    from karui.kernels.paged_attention.kivi import kivi_attention
     from karui.kernels.quantize import quantize
     from karui.kernels.triton_support import obstacle
 
@@ -571,11 +716,23 @@ def decoding(s: Sizes, copied: float) -> list[Figure]:
         tables = torch.randperm(slots // 16, device=DEVICE).int().reshape(sequences, -1)
         plan = Plan(torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE), torch.full((sequences,), context, dtype=torch.int32, device=DEVICE), tables, 16, 1)
         q = randn(sequences, heads, width, dtype=torch.bfloat16)
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
             scales = [torch.rand(slots, kv_heads, device=DEVICE) for _ in range(2)] if dtype.itemsize == 1 else [None, None]
-            cache = Cache(*(randn(slots, kv_heads, width, dtype=torch.bfloat16).to(dtype) for _ in range(2)), *scales)
+            cache = Cache(*((randn(slots, kv_heads, width) * 9).to(dtype) for _ in range(2)), *scales)
             moved = 2 * slots * kv_heads * (width * dtype.itemsize + 4 * (dtype.itemsize == 1))
             share(f"paged decode, {sequences} of {context}, {str(dtype)[6:]}", moved, lambda c, q=q, p=plan: paged_attention(q, c, p, 0.09, None, "triton"), cache)
+        group = group_of(width)
+        cache = Cache(*(encode(randn(slots, kv_heads, width), 4, group) for _ in range(2)), packed=(width, group))
+        share(f"paged decode, {sequences} of {context}, int4", 2 * cache.keys.numel(), lambda c, q=q, p=plan: paged_attention(q, c, p, 0.09, None, "triton"), cache)
+        block = 64 if context > 64 else 32
+        plan = replace(plan, block_tables=torch.randperm(slots // block, device=DEVICE).int().reshape(sequences, -1), block_size=block)
+        pages = [randn(sequences * block, kv_heads, width, dtype=torch.float16) for _ in range(2)]
+        last = torch.arange(1, sequences + 1, dtype=torch.int32, device=DEVICE) * block - 1  # each sequence's block is full
+        for name, bits in BITS.items():
+            codes = (encode(randn(slots // block, kv_heads, width, block), bits, 32), encode(randn(slots, kv_heads, width), bits, group))
+            held = KiviCache(*codes, *pages, bits, block, group)
+            moved = (1 - block / context) * (codes[0].numel() + codes[1].numel()) + 4 * pages[0].numel()
+            share(f"paged decode, {sequences} of {context}, {name}", moved, lambda c, q=q, p=plan, rows=last: kivi_attention(q, c, p, rows, 0.09), held)
     return figures
 
 
@@ -841,33 +998,51 @@ def streamed(config: Any, made: Any, prompts: Any, s: Sizes, per_second: Any) ->
                   peer_name="the bus", note=note)  # fmt: skip
 
 
-def speed(s: Sizes, keep: Callable[[list[Figure]], None] = lambda figures: None) -> list[Figure]:
-    """All parts, each on its own; `keep` is called after each with all figures so far."""
-    figures: list[Figure] = []
-    copied = bf16 = None
+PARTS = ("ceilings", "GEMMs", "attention", "decoding", "engine", "LoRA", "quantizers", "experts", "QLoRA", "training")
+
+
+def speed_parts(s: Sizes) -> dict[str, Callable[[], list[Figure]]]:
+    """The speed half by part; a part that compares with a ceiling measures it first where none has."""
+    found: list[tuple[float | None, float | None, list[Figure]]] = []
+
+    def ceiling(i: int) -> Any:
+        if not found:
+            try:
+                found.append(ceilings(s))
+            except Exception as problem:  # figures without a peer are figures still
+                found.append((None, None, [failure("ceilings", problem)]))
+        return found[0][i]
+
+    return dict(zip(PARTS, (
+        lambda: ceiling(2), lambda: gemms(s, ceiling(1)), lambda: attention(s), lambda: decoding(s, ceiling(0)), lambda: engine(s), lambda: lora(s),
+        lambda: quantizers(s, ceiling(0)), lambda: experts(s, ceiling(1), ceiling(0)), lambda: qlora(s), lambda: training(s),
+    )))  # fmt: skip
+
+
+def measured(name: str, parts: dict[str, Callable[[], list[Figure]]]) -> list[Figure]:
+    if left() < 30:
+        return [no_time(name)]
     try:
-        copied, bf16, figures = ceilings(s)
+        settle()
+        return parts[name]()
     except Exception as problem:
-        figures.append(failure("ceilings", problem))
-    parts: dict[str, Callable[[], list[Figure]]] = {
-        "GEMMs": lambda: gemms(s, bf16), "attention": lambda: attention(s), "decoding": lambda: decoding(s, copied),
-        "engine": lambda: engine(s), "LoRA": lambda: lora(s), "quantizers": lambda: quantizers(s, copied),
-        "experts": lambda: experts(s, bf16, copied), "QLoRA": lambda: qlora(s), "training": lambda: training(s),
-    }  # fmt: skip
-    for name, part in parts.items():
-        if left() < 60:
-            figures.append(no_time(name))
-            continue
-        try:
-            settle()
-            figures += part()
-        except Exception as problem:
-            figures.append(failure(name, problem))
+        return [failure(name, problem)]
+
+
+def speed(s: Sizes, keep: Callable[[list[Figure]], None] = lambda figures: None) -> list[Figure]:
+    """All parts, one after the other in this process; `keep` is called after each with all figures so far."""
+    figures: list[Figure] = []
+    parts = speed_parts(s)
+    for name in parts:
+        figures += measured(name, parts)
         keep(figures)
     return figures
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["--worker"]:
+        half, names, out, seconds = sys.argv[2:]
+        worker(half, json.loads(names), Path(out), float(seconds))
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", choices=("correctness", "speed"), help="one half")
     given = parser.parse_args()
@@ -875,24 +1050,32 @@ def main() -> int:
         print("Triton is not installed: pip install 'karui[triton]'")
         return 1
     where = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, Triton's interpreter"
-    figures = correctness() if given.only != "speed" else []
-    for f in figures:
-        if f.met is False or f.note.startswith(FAILED):
-            print(f"WRONG {f.name}: {f.ours} > {f.goal} {f.note}", flush=True)
+    figures: list[Figure] = []
+    chosen: dict[str, str] = {}
 
     def keep(found: list[Figure]) -> None:
         if given.json:  # what was measured so far survives a kill
             given.json.write_text(json.dumps([vars(f) for f in figures + found], indent=1))
 
+    names = [] if given.only == "speed" else list(checks())
+    if GPU:
+        lists = [part for i in range(PROCESSES) if (part := names[i::PROCESSES])]
+        warm = [] if given.only == "correctness" else [[name] for name in PARTS[1:]]
+        figures, _ = in_processes("correctness", lists, BUDGET_S - FOR_SPEED_S, keep, warm)
+    elif names:
+        figures = correctness()
+    for f in figures:
+        if f.met is False or f.note.startswith(FAILED):
+            print(f"WRONG {f.name}: {f.ours} > {f.goal} {f.note}", flush=True)
     if GPU and given.only != "correctness":
-        tuning.tune(True)
-        figures += speed(FULL, keep)
+        found, chosen = in_processes("speed", [list(PARTS)], left(), keep)
+        figures = figures + found
     elif not GPU:
         print("no GPU: the speed half needs one")
     import triton
 
     report(figures, given.json, gpu=where, triton=triton.__version__, cuda=torch.version.cuda, seconds=round(time.monotonic() - START),
-           configurations={str(k): str(v) for k, v in tuning.chosen().items()})
+           configurations=chosen)  # fmt: skip
     return exit_code(figures)
 
 

@@ -619,7 +619,7 @@ def offline_cases() -> list[Case]:
                          "BM": 64 if lora or "fp32" in name else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
             quick = (90,) if name in ("int4 g128", "nf4 lora", "int4 g128 experts") else ()
             cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4,
-                              2 if "fp32" in name else 4, odd, quick))  # fmt: skip
+                              2 if "fp32" in name else 4, odd, quick, reads=64 * bk if name in ("int8", "fp8") else 0))  # fmt: skip
     shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
     for lora in (0, 16):
         constants = shared | {"LORA": lora > 0, "BM": 64, "BN": 32, "BJ": 64, "BR": 16}
@@ -627,6 +627,9 @@ def offline_cases() -> list[Case]:
                           () if lora else (90,)))  # fmt: skip
     cases.append(Case("gemm_weight dequantize nf4", _dequantize, types(_dequantize, y_ptr="*bf16"),
                       shared | {"BN": 16, "BK": 512}, {cc: r"ld\.global" for cc in WIDE_LOADS}, odd=odd, quick=()))  # fmt: skip
+    cases.append(Case("gemm_weight add parts", _add_parts, {"part_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
+                      "size": "i32", "N": "i32", "num_parts": "i32"}, {"BIAS": True, "BLOCK": 1024}, dict(WIDE_LOADS),
+                      odd=("num_parts",), quick=()))  # fmt: skip
     rows = {**dict.fromkeys(("x_ptr", "codes_ptr", "scale_ptr", "sum_ptr"), "*bf16"), "stride_x": "i32", "K": "i32"}
     constants = {"FLOAT8": False, "VALUES": True, "SUM": False, "BLOCK": 4096}
     cases.append(Case("on_int8_rows", _code_rows, rows, constants, WIDE_LOADS, 8))
@@ -642,5 +645,5 @@ def offline_cases() -> list[Case]:
                      "PARTS": False, "GROUPED": grouped, "BM": 16, "BN": 64, "BK": 128}  # fmt: skip
         cases.append(Case(f"gemm_{'float8' if float8 else 'int8'} {bits} bit{' experts' if grouped else ''}", _gemm_codes,
                           whole | ({"x_ptr": "*u8"} if float8 else {}), constants, patterns, 4, 4, ("M", "steps"),
-                          (90,) if float8 else ()))  # fmt: skip
+                          (90,) if float8 else (), reads=64 * 128 * bits // 8))  # fmt: skip
     return cases

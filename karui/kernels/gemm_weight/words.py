@@ -412,12 +412,15 @@ def offline_cases() -> list[Case]:
         signature = {n: (kinds | changed)[n] for n in _gemm.arg_names if n in kinds}
         constants = {"BITS": bits, "FORM": form, "MIDDLE": middle, "SPAN": span, "GROUP": group, "ZERO": zero,
                      "BIAS": False, "PARTS": "few" in name, "GROUPED": "experts" in name, "BM": bm, "BN": bn}  # fmt: skip
+        scales = (span // group) * ({3: 1, 0: 2}.get(form, 4) + zero) if group else 0
         cases.append(Case(f"gemm_weight words {name}", _gemm, signature, constants, bf16, warps, stages, odd,
-                          (90,) if "few" in name or name == "nvfp4" else ()))  # fmt: skip
+                          (90,) if "few" in name or name == "nvfp4" else (),
+                          reads=bn * (span * bits // 8 + scales) if bm == 16 else 0))  # fmt: skip
     signature = {n: (kinds | {"x_ptr": "*i8"})[n] for n in _gemm_codes.arg_names if n in kinds}
     constants = {"MIDDLE": 1, "SPAN": 512, "BIAS": False, "PARTS": False, "GROUPED": False, "BM": 16, "BN": 32}
     cases.append(Case("gemm_weight words ternary x int8", _gemm_codes, signature, constants,
-                      {cc: r"mma\.sync[.a-z0-9]*s8" for cc in (80, 90, 100, 120)}, 2, 4, ("M", "steps")))  # fmt: skip
+                      {cc: r"mma\.sync[.a-z0-9]*s8" for cc in (80, 90, 100, 120)}, 2, 4, ("M", "steps"),
+                      reads=32 * 512 // 4))  # fmt: skip
     signature = {n: (kinds | {"y_ptr": "*bf16"})[n] for n in _dequantize.arg_names if n in kinds}
     constants = {"BITS": 4, "FORM": 0, "MIDDLE": 8, "SPAN": 256, "ZERO": False, "BN": 16}
     cases.append(Case("gemm_weight words dequantize int4", _dequantize, signature, constants,

@@ -336,6 +336,8 @@ def _operand(x, KIND: tl.constexpr, HARD: tl.constexpr, like):
         if HARD:
             return x.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(like.dtype)
         return decode_e4m3(x.to(tl.int32)).to(like.dtype)
+    if KIND == 1 and _INTERPRETED:  # which takes integers for the bits of bf16
+        return x.to(tl.float32).to(like.dtype)
     return x.to(like.dtype)
 
 

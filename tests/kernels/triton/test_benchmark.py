@@ -43,7 +43,7 @@ def test_the_speed_half_runs_whole_on_tiny_shapes(script):
     kept = []
     figures = script.speed(script.TINY, lambda found: kept.append(len(found)))
     assert not [f.note for f in figures if script.FAILED in f.note] and script.exit_code(figures) == 0
-    assert kept == sorted(set(kept)) and len(kept) == 9 and kept[-1] == len(figures)
+    assert kept == sorted(set(kept)) and len(kept) == 10 and kept[-1] == len(figures)
     assert all(f.ours is not None and 0 < f.ours < float("inf") for f in figures if not f.note.endswith(("not installed", "need a GPU")))
     assert {f.name for f in figures} >= {"ceiling: copy", "W4A16 g128, 1 rows, 32x256", "step, mxfp8", "engine decode bf16, batch 1",
                                          "engine decode with an adapter, batch 1"}
@@ -70,8 +70,53 @@ def test_a_comparison_that_fails_is_no_success(script, monkeypatch):
     figures = script.correctness()
     assert [f.met for f in figures] == [False, None, True] and figures[1].note.startswith("failed: ZeroDivisionError")
     assert [script.exit_code([f]) for f in figures] == [1, 1, 0]
-    monkeypatch.setattr(script, "left", lambda: 10.0)
+    monkeypatch.setattr(script, "left", lambda: -1.0)
     assert [f.note for f in script.correctness()] == ["no time was left"] * 3 and script.exit_code(script.correctness()) == 0
+
+
+WORKER = """
+import json, os, sys, time
+half, names, out, seconds = sys.argv[2:]
+with open(out, "a") as file:
+    for name in json.loads(names):
+        print(json.dumps({"begun": name}), file=file, flush=True)
+        if name == "dies":
+            sys.exit("a bus error")
+        if name == "hangs":
+            time.sleep(60)
+        figure = {"name": "correct: " + name, "ours": 1.0, "unit": "error"}
+        print(json.dumps({"done": name, "figures": [figure], "configurations": {name: half}}), file=file, flush=True)
+        if name == "breaks":
+            os._exit(3)
+"""
+
+
+def test_a_process_that_dies_or_hangs_costs_what_it_was_at(script, tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    kept = []
+    figures, chosen = script.in_processes("correctness", [["a", "dies", "b"], ["breaks", "c"], ["d", "hangs", "e"]], 4.0,
+                                          lambda found: kept.append(len(found)), [["f", "hangs"]], tmp_path / "worker.py")  # fmt: skip
+    notes = {f.name.removeprefix("correct: "): f.note for f in figures}
+    assert len(figures) == len(notes) == kept[-1] and {n for n, note in notes.items() if not note} == {"a", "b", "breaks", "c", "d"}
+    assert notes["dies"] == "failed: the process ended with 1 a bus error" and notes["hangs"] == "failed: its time was over"
+    assert notes["e"] == "no time was left" and chosen == dict.fromkeys(["a", "b", "breaks", "c", "d"], "correctness")
+    (tmp_path / "worker.py").write_text("import nothing_of_the_kind")
+    figures, _ = script.in_processes("speed", [["a", "b"]], 20.0, script=tmp_path / "worker.py")
+    assert [f.name for f in figures] == ["a", "b"] and all("No module named 'nothing_of_the_kind'" in f.note for f in figures)
+
+
+def test_a_worker_writes_what_it_finds(script, tmp_path):
+    command = [sys.executable, str(SCRIPT), "--worker", "correctness", '["swiglu", "none such"]', str(tmp_path / "out"), "100"]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [line.get("begun") or line["done"] for line in lines] == ["swiglu", "swiglu", "none such", "none such"]
+    good, bad = (script.Figure(**line["figures"][0]) for line in lines if "done" in line)
+    assert good.met and bad.note.startswith("failed: KeyError")
+
+
+def test_what_does_not_fit_is_no_failure(script):
+    figure = script.failure("training", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"))
+    assert figure.note == "does not fit on this card: CUDA out of memory. Tried to allocate 9 GiB" and script.exit_code([figure]) == 0
 
 
 @pytest.mark.slow

@@ -27,9 +27,11 @@ def test_rows_by_expert(rows, experts, device, rng):
     assert sorted(covered) == list(range(rows)) and all(end - first <= got.block for _, first, end in got.tiles.tolist())
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
 @pytest.mark.parametrize(("counts", "n", "k"), [((3, 0, 70), 17, 24), ((0, 1), 130, 65), ((90, 100), 33, 40)])
-def test_values_and_gradients(counts, n, k, device, rng):
-    dtype, bound = (torch.float32, 1e-5) if device.type == "cpu" else (torch.bfloat16, 2e-2)
+def test_values_and_gradients(counts, n, k, dtype, bound, device, rng):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("experts in fp32 stay with torch")
     groups = group_rows(rows_of(*counts, device=device), len(counts), "triton")
     x = torch.randn(sum(counts), k, generator=rng, device=device).to(dtype).requires_grad_()
     w = torch.randn(len(counts), n, k, generator=rng, device=device).to(dtype).requires_grad_()

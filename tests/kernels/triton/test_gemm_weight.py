@@ -44,7 +44,7 @@ def close(got, want, dtype):
 def test_forward(spec, m, n, steps, device, rng):
     k = steps * (32 if "g32" in spec or spec.startswith("mxfp") else 112 if spec == "nvfp4" else 64 if "g64" in spec or spec == "nf4" else 128)
     q, w = weight(spec, n, k, device, rng)
-    for dtype in (torch.bfloat16, torch.float32) if spec == "w4g32" else (torch.bfloat16,):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32) if spec == "w4g32" else (torch.bfloat16,):
         x = torch.randn(m, k, generator=rng, device=device).to(dtype)
         close(gemm_weight(x, w, backend="triton"), x.double() @ q.dequantize().double().t(), dtype)
 

@@ -5,13 +5,15 @@ The compiler and the interpreter cannot be had in one process, so compilation ru
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from karui.configs.errors import KaruiError
-from karui.kernels.triton_support import offline
+from karui.kernels.triton_support import count, offline
 
 
 def compiled(*arguments: str) -> list[dict]:
@@ -35,6 +37,25 @@ def test_every_case_of_the_quick_set():
 @pytest.mark.parametrize("cc", sorted(offline.SHARED_LIMIT))
 def test_every_case(cc):
     check(compiled("--cc", str(cc)))
+
+
+def test_every_kernel_that_is_launched_has_a_case():
+    covered = {(case.kernel.fn.__module__, case.kernel.fn.__name__) for case in offline.all_cases()}
+    launched, kernels = set(), Path(offline.__file__).parents[1]
+    for path in kernels.rglob("*.py"):
+        source, module = path.read_text(), ".".join(("karui.kernels", *path.relative_to(kernels).with_suffix("").parts))
+        names = re.findall(r"@triton\.jit(?:\([^)]*\))?\ndef (\w+)\(", source)
+        launched |= {(module, name) for name in names if re.search(rf"\b{name}\[", source)}
+    assert len(launched) > 30 and not launched - covered
+
+
+def test_what_a_loop_takes_in_is_counted():
+    """The instructions of decode attention's main loop, and more bytes a cycle than an H200's memory gives."""
+    done = subprocess.run([sys.executable, "-m", count.__name__, "--only", "decode int4", "--what"], capture_output=True, text=True,
+                          env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})  # fmt: skip
+    first, *rest = done.stdout.splitlines()
+    assert first.endswith("20.7") and len(rest) == 6 and "HMMA" in rest[1], done.stderr[-2000:]
+    assert all(float(line.split()[0]) > count.MEMORY for line in rest[::2])
 
 
 def test_interpreter_and_compiler_do_not_mix(monkeypatch):

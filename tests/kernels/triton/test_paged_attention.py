@@ -62,6 +62,7 @@ def test_decode(dtype, device, rng):
     q = torch.randn(2, 6, 24, generator=rng, device=device)
     exact = device.type == "cpu"  # in the interpreter fp32 queries make the comparison sharp
     compare(q if exact else q.bfloat16(), cache, plan, bound=1e-5 if exact else 2e-2)
+    compare(q.bfloat16(), cache, plan, bound=2e-2)
 
 
 @pytest.mark.parametrize("width", [24, 64, 96])

@@ -57,10 +57,10 @@ def matrix(m, k, device, rng, dtype=torch.float32):
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (37, 150), (130, 72)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 1), torch.float32), ((37, 150), torch.bfloat16), ((130, 72), torch.float16), ((33, 70), torch.float32)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits(kind, shape, device, rng):
-    x = matrix(*shape, device, rng, torch.bfloat16 if "16x16" in kind else torch.float32)
+def test_bits(kind, shape, dtype, device, rng):
+    x = matrix(*shape, device, rng, dtype)
     for got, want in zip(quantize_both(x, kind, backend="triton"), quantize_both(x, kind, backend="torch")):
         same(got, want)
 
