@@ -468,11 +468,11 @@ def rows_and_output(x: torch.Tensor, w: PackedWeight, groups: Groups | None) -> 
     return x if x.stride(-1) == 1 else x.contiguous(), torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
 
 
-def row_tiles(x: torch.Tensor, groups: Groups | None) -> tuple[int, int, torch.Tensor]:
+def row_tiles(x: torch.Tensor, groups: Groups | None, least: int = 16) -> tuple[int, int, torch.Tensor]:
     """(rows of a tile, number of such tiles, the list that they are taken from: anything without groups)."""
     if groups is not None:
         return groups.block, groups.tiles.shape[0], groups.tiles
-    rows = min(max(16, triton.next_power_of_2(x.shape[0])), 64)
+    rows = min(max(least, triton.next_power_of_2(x.shape[0])), 64)
     return rows, triton.cdiv(x.shape[0], rows), x
 
 
@@ -619,7 +619,8 @@ def offline_cases() -> list[Case]:
                          "BM": 64 if lora or "fp32" in name else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
             quick = (90,) if name in ("int4 g128", "nf4 lora", "int4 g128 experts") else ()
             cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4,
-                              2 if "fp32" in name else 4, odd, quick, reads=64 * bk if name in ("int8", "fp8") else 0))  # fmt: skip
+                              2 if "fp32" in name else 4, odd, quick,
+                              reads=64 * bk if name in ("int8", "fp8") else 0))  # fmt: skip
     shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
     for lora in (0, 16):
         constants = shared | {"LORA": lora > 0, "BM": 64, "BN": 32, "BJ": 64, "BR": 16}

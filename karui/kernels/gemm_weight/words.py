@@ -3,15 +3,18 @@
 As in `triton`, W is decoded in registers and is the tall operand; but a word holds codes of inputs that are a whole part of a
 step apart, so those of one place in the words belong to neighbouring inputs: x goes to the tensor cores as it lies in memory, and
 a thread reads whole words. With the codes of a byte side by side, gathering bytes and splitting x took most of a step, and the
-instructions were the limit, not the memory: by count of the machine code, int4 in groups of 32 and of 128 reached 27 and 57 % of
-an H200's bandwidth, ternary 23 %, NVFP4 26 %; so they reach 96, all of it, 67 (all with int8 inputs) and 57 %.
+instructions were the limit, not the memory: by count of the machine code int4 in groups of 32 and of 128 reached 27 and 57 % of
+an H200's bandwidth, ternary 23 %, NVFP4 26 %. So int4 and MXFP4 reach all of it with 8 rows or fewer, NF4 96 %, ternary 89 % (all
+with int8 inputs), NVFP4, whose values take a scale for every 16 inputs, 66 % (`triton_support.count`).
 
-Two words of neighbouring inputs give pairs of bf16: integers in the mantissa of 128, which one `fma` takes off again; E2M1 with
-its exponent and mantissa where bf16 has them, which one `fma` scales by 2^126. int8 inputs: four words give four bytes of each
-place. NF4 looks its 16 entries up by `prmt`, four codes at a time.
+Two words of neighbouring inputs give pairs of bf16: integers where bf16 keeps its smallest numbers, which one `fma` brings to
+size; E2M1 with its exponent and mantissa where bf16 has them, which one `fma` scales by 2^126. int8 inputs: four words give four
+bytes of each place. NF4 looks its 16 entries up by `prmt`, four codes at a time. Up to 8 rows are a product 8 wide.
 """
 
 from __future__ import annotations
+
+import struct
 
 import torch
 import triton
@@ -39,21 +42,36 @@ from karui.kernels.triton_support.tuning import Config, config, launch
 _INTERPRETED = tl.constexpr(interpreting())
 
 
-def _integers_asm(bits: int, less: int) -> str:
-    """Two words, the last operands -> the bf16 pairs of each place: 128 + code, minus `less` when it is not 0."""
-    places, mask = 32 // bits, 0x10001 * (2**bits - 1)
-    lines = [".reg .b32 l, h, c, one, less;", f"prmt.b32 l, ${places}, ${places + 1}, 0x5410;",
+def _integers_asm(bits: int, middle: int | None) -> str:
+    """Two words, the last operands -> the bf16 pairs of each place: (code - middle) / 64.
+
+    Bits 0 to 7 of a bf16 number without others are 2^-133 times the integer that they are; so the codes of a byte are taken as
+    they lie, and one `fma` brings them to the same size. Without a middle they are left as they lie, for `_less`.
+    """
+    places, each = 32 // bits, 8 // bits
+    lines = [f".reg .b32 l, h, s, less, up<{each}>;", f"prmt.b32 l, ${places}, ${places + 1}, 0x5410;",
              f"prmt.b32 h, ${places}, ${places + 1}, 0x7632;"]  # fmt: skip
-    if less:
-        lines += ["mov.b32 one, 0x3f803f80;", f"mov.b32 less, 0x{0xC300C300 + (less - 128) * 0x10001:08x};"]
+    if middle is not None:
+        lines += [f"mov.b32 up{i}, 0x{(254 - i * bits << 7) * 0x10001:08x};" for i in range(each)]
+        lines.append(f"mov.b32 less, 0x{_bits(-middle / 64) * 0x10001:08x};")
     for place in range(places):
-        half, shift = "lh"[place * 2 // places], place % (places // 2) * bits
-        if shift:
-            lines.append(f"shr.u32 c, {half}, {shift};")
-        lines.append(f"lop3.b32 ${place}, {'c' if shift else half}, 0x{mask:08x}, 0x43004300, 0xea;")
-        if less:
-            lines.append(f"fma.rn.bf16x2 ${place}, ${place}, one, less;")
+        half, (byte, i) = "lh"[place * 2 // places], divmod(place % (places // 2), each)
+        if byte and not i:
+            lines.append(f"shr.u32 s, {half}, 8;")
+        lines.append(f"and.b32 ${place}, {'s' if byte else half}, 0x{(2**bits - 1 << i * bits) * 0x10001:08x};")
+        if middle is not None:
+            lines.append(f"fma.rn.bf16x2 ${place}, ${place}, up{i}, less;")
     return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _less_asm(shift: int) -> str:
+    """A pair of codes as they lie, `shift` bits high, and a pair of zero points / -64 -> the pair of (code - zero point) / 64."""
+    return f"{{\n.reg .b32 up;\nmov.b32 up, 0x{(254 - shift << 7) * 0x10001:08x};\nfma.rn.bf16x2 $0, $1, up, $2;\n}}"
+
+
+def _bits(value: float) -> int:
+    """Of a bf16 number."""
+    return struct.unpack("<I", struct.pack("<f", value))[0] >> 16
 
 
 def _e2m1_asm() -> str:
@@ -114,17 +132,17 @@ def _bytes_asm() -> str:
 
 _OUT8, _OUT16 = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 2)), tl.constexpr(",".join(["=r"] * 16 + ["r"] * 2))
 _BYTES = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 4))
-_INT4, _INT4_CENTRED = tl.constexpr(_integers_asm(4, 0)), tl.constexpr(_integers_asm(4, 128 + 8))
-_INT2, _INT2_CENTRED, _TERNARY = (tl.constexpr(_integers_asm(2, less)) for less in (0, 128 + 2, 128 + 1))
+_INT4, _INT4_CENTRED = tl.constexpr(_integers_asm(4, None)), tl.constexpr(_integers_asm(4, 8))
+_INT2, _INT2_CENTRED, _TERNARY = (tl.constexpr(_integers_asm(2, middle)) for middle in (None, 2, 1))
 _E2M1, _CODES2 = tl.constexpr(_e2m1_asm()), tl.constexpr(_bytes_asm())
 _NF4 = tl.constexpr(_table_asm(bf16_bits(codebook(torch.device("cpu")))))
-_LESS = tl.constexpr("{\n.reg .b32 one;\nmov.b32 one, 0x3f803f80;\nfma.rn.bf16x2 $0, $1, one, $2;\n}")
+_LESS0, _LESS2, _LESS4, _LESS6 = (tl.constexpr(_less_asm(shift)) for shift in (0, 2, 4, 6))
 _TIMES = tl.constexpr("{\n.reg .b32 none;\nmov.b32 none, 0x80008000;\nfma.rn.bf16x2 $0, $1, $2, none;\n}")
 
 
 @triton.jit
 def _values(words, near, BITS: tl.constexpr, FORM: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr):
-    """bf16 values of each place in int32 words: code - MIDDLE, with ZERO 128 + code; FORM 1 NF4, 3 and 4 E2M1.
+    """bf16 values of each place in int32 words: (code - MIDDLE) / 64, with ZERO what `_less` takes; FORM 1 NF4, 3 and 4 E2M1.
     near: pointer to NF4's table, for the interpreter."""
     if _INTERPRETED:
         if BITS == 4:
@@ -159,16 +177,18 @@ def _value(words, place: tl.constexpr, table_ptr, BITS: tl.constexpr, FORM: tl.c
         return tl.load(table_ptr + code).to(tl.bfloat16)
     if FORM > 1:
         return decode_e2m1(code).to(tl.bfloat16)
-    return (code + (128 if ZERO else -MIDDLE)).to(tl.float32).to(tl.bfloat16)
+    return ((code - (0 if ZERO else MIDDLE)).to(tl.float32) / 64).to(tl.bfloat16)
 
 
 @triton.jit
-def _less(value, shift):
-    """value - shift of bf16, exact for whole numbers below 256."""
+def _less(value, zero, SHIFT: tl.constexpr):
+    """(code - zero) / 64 of what `_values` made of codes that lie SHIFT bits high in their byte."""
+    zero = (zero.to(tl.float32) * -0.015625).to(tl.bfloat16)
     if _INTERPRETED:
-        return (value.to(tl.float32) - shift.to(tl.float32)).to(tl.bfloat16)
-    value, shift = tl.broadcast(value, -shift)
-    return tl.inline_asm_elementwise(_LESS, "=r,r,r", [value, shift], dtype=tl.bfloat16, is_pure=True, pack=2)
+        return (value.to(tl.float32) + zero.to(tl.float32)).to(tl.bfloat16)
+    value, zero = tl.broadcast(value, zero)
+    asm: tl.constexpr = _LESS0 if SHIFT == 0 else _LESS2 if SHIFT == 2 else _LESS4 if SHIFT == 4 else _LESS6
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [value, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -229,7 +249,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, divisor_ptr, bias_ptr, y_ptr, tiles
             if FORM == 3:  # 6 bits together: exact
                 value = _times(value, _scale_of(tl.load(scale_row + at)).to(tl.bfloat16)[:, None])
             if ZERO:
-                value = _less(value, (tl.load(zero_row + at).to(tl.float32) + 128).to(tl.bfloat16)[:, None])
+                value = _less(value, tl.load(zero_row + at)[:, None], place * BITS % 8)
             product = dot(value, tl.trans(tl.load(x_row + (step * SPAN + place * WIDE))), product)
             if (place + 1) % TOGETHER == 0:
                 if FORM == 3:
@@ -239,6 +259,8 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, divisor_ptr, bias_ptr, y_ptr, tiles
                 product = tl.zeros([BN, BM], tl.float32)
     if FORM == 3:
         acc = tl.div_rn(acc, tl.broadcast_to(tl.load(divisor_ptr + row)[:, None], [BN, BM]))
+    elif FORM == 0:
+        acc *= 64.0
     store_tile(y_ptr, bias_ptr, acc, m, n, end, M, N, part, BIAS, PARTS)
 
 
@@ -331,7 +353,7 @@ def gemm(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, groups: Gr
     (m, k), n = x.shape, y.shape[1]
     if not m:
         return y
-    bm, tiles, tiles_of = row_tiles(x, groups)
+    bm, tiles, tiles_of = row_tiles(x, groups, 8)
     if bm <= 16:
         least = config(2, 3, BM=bm, BN=64) if w.form == "nf4" else config(2, 4, BM=bm, BN=32)
         candidates = [least, config(4, 3, BM=bm, BN=128)]
@@ -365,7 +387,7 @@ def gemm_int8(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, group
     codes = torch.empty(m, k, dtype=torch.int8, device=x.device)
     scale, total = torch.empty(m, device=x.device), torch.empty(m, dtype=torch.int32, device=x.device)
     by_row(x, codes, scale, total)
-    bm, tiles, tiles_of = row_tiles(x, groups)
+    bm, tiles, tiles_of = row_tiles(x, groups, 8)
     processors, data = num_processors(x.device), w.data.view(torch.int32)
 
     def run(c: Config) -> None:
@@ -401,12 +423,13 @@ def offline_cases() -> list[Case]:
     bf16 = {80: mma, 90: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*bf16", 100: r"(tcgen05\.mma|mma\.sync)", 120: mma}
     odd, cases = ("M", "steps", "num_groups"), []
     for name, bits, form, middle, span, group, zero, bm, bn, warps, stages in [
-        ("int4 g128, few rows", 4, 0, 8, 256, 128, False, 16, 32, 2, 4), ("int4 g128", 4, 0, 8, 256, 128, False, 64, 64, 4, 3),
-        ("int4 g32", 4, 0, 8, 256, 32, False, 16, 32, 2, 4), ("int4 affine g32", 4, 0, 0, 256, 32, True, 16, 32, 2, 4),
-        ("int4 experts", 4, 0, 8, 256, 128, False, 16, 128, 4, 3), ("ternary", 2, 0, 1, 512, 0, False, 16, 32, 2, 4),
-        ("ternary, many rows", 2, 0, 1, 512, 0, False, 64, 32, 4, 2), ("mxfp4", 4, 4, 0, 256, 32, False, 16, 32, 2, 4),
-        ("nf4, few rows", 4, 1, 0, 256, 64, False, 16, 64, 2, 3), ("nf4", 4, 1, 0, 256, 64, False, 64, 64, 4, 3),
-        ("int2 affine g32", 2, 0, 0, 512, 32, True, 16, 32, 2, 4), ("nvfp4", 4, 3, 0, 128, 16, False, 16, 32, 2, 4),
+        ("int4 g128, few rows", 4, 0, 8, 256, 128, False, 8, 32, 2, 4), ("int4 g128", 4, 0, 8, 256, 128, False, 64, 64, 4, 3),
+        ("int4 g32", 4, 0, 8, 256, 32, False, 8, 32, 2, 4), ("int4 affine g32", 4, 0, 0, 256, 32, True, 8, 32, 2, 4),
+        ("int4 experts", 4, 0, 8, 256, 128, False, 16, 128, 4, 3), ("ternary", 2, 0, 1, 512, 0, False, 8, 32, 2, 4),
+        ("int4 g128, 16 rows", 4, 0, 8, 256, 128, False, 16, 32, 2, 4),
+        ("ternary, many rows", 2, 0, 1, 512, 0, False, 64, 32, 4, 2), ("mxfp4", 4, 4, 0, 256, 32, False, 8, 32, 2, 4),
+        ("nf4, few rows", 4, 1, 0, 256, 64, False, 8, 64, 2, 3), ("nf4", 4, 1, 0, 256, 64, False, 64, 64, 4, 3),
+        ("int2 affine g32", 2, 0, 0, 512, 32, True, 8, 32, 2, 4), ("nvfp4", 4, 3, 0, 128, 16, False, 8, 32, 2, 4),
     ]:  # fmt: skip
         changed = {"scale_ptr": "*u8"} if form == 3 else {"scale_ptr": "*fp32"} if form in (1, 4) else {}
         signature = {n: (kinds | changed)[n] for n in _gemm.arg_names if n in kinds}
@@ -415,9 +438,9 @@ def offline_cases() -> list[Case]:
         scales = (span // group) * ({3: 1, 0: 2}.get(form, 4) + zero) if group else 0
         cases.append(Case(f"gemm_weight words {name}", _gemm, signature, constants, bf16, warps, stages, odd,
                           (90,) if "few" in name or name == "nvfp4" else (),
-                          reads=bn * (span * bits // 8 + scales) if bm == 16 else 0))  # fmt: skip
+                          reads=bn * (span * bits // 8 + scales) if bm <= 16 else 0))  # fmt: skip
     signature = {n: (kinds | {"x_ptr": "*i8"})[n] for n in _gemm_codes.arg_names if n in kinds}
-    constants = {"MIDDLE": 1, "SPAN": 512, "BIAS": False, "PARTS": False, "GROUPED": False, "BM": 16, "BN": 32}
+    constants = {"MIDDLE": 1, "SPAN": 512, "BIAS": False, "PARTS": False, "GROUPED": False, "BM": 8, "BN": 32}
     cases.append(Case("gemm_weight words ternary x int8", _gemm_codes, signature, constants,
                       {cc: r"mma\.sync[.a-z0-9]*s8" for cc in (80, 90, 100, 120)}, 2, 4, ("M", "steps"),
                       reads=32 * 512 // 4))  # fmt: skip

@@ -100,8 +100,7 @@ def test_every_code_at_every_place(name, entries):
 
 
 WORDS = {
-    "_INT4": (4, lambda c: 128 + c), "_INT4_CENTRED": (4, lambda c: c - 8), "_INT2": (2, lambda c: 128 + c), "_INT2_CENTRED": (2, lambda c: c - 2),
-    "_TERNARY": (2, lambda c: c - 1), "_E2M1": (4, lambda c: E2M1_VALUES[c]), "_NF4": (4, lambda c: NF4_VALUES[c]),
+    "_INT4_CENTRED": (4, lambda c: (c - 8) / 64), "_INT2_CENTRED": (2, lambda c: (c - 2) / 64), "_TERNARY": (2, lambda c: (c - 1) / 64), "_E2M1": (4, lambda c: E2M1_VALUES[c]), "_NF4": (4, lambda c: NF4_VALUES[c]),
 }  # fmt: skip
 
 
@@ -159,17 +158,21 @@ def test_every_place_of_words_of_a_cache(bits):
 
 
 def test_a_zero_point_leaves_and_a_scale_comes_exactly():
-    to_bits = lambda v: struct.unpack("<I", struct.pack("<f", v))[0] >> 16  # noqa: E731
+    to_bits, draw = words._bits, random.Random(0)
+    for bits, name in ((4, "_INT4"), (2, "_INT2")):
+        for _ in range(100):
+            pair, zero = [draw.randrange(2**32) for _ in range(2)], draw.randrange(2**bits)
+            for place, codes in enumerate(run(getattr(words, name).value, *pair, first=32 // bits)):
+                less = getattr(words, f"_LESS{place * bits % 8}").value
+                (out,) = run(less, codes, to_bits(zero / -64) * 0x10001, first=1)
+                assert [64 * bf16(out & 0xFFFF), 64 * bf16(out >> 16)] == [(w >> bits * place & 2**bits - 1) - zero for w in pair]
     for code in range(16):
-        for zero in range(16):
-            (out,) = run(words._LESS.value, to_bits(128.0 + code) | to_bits(143.0) << 16, to_bits(-128.0 - zero) * 0x10001, first=1)
-            assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [code - zero, 15 - zero]
         for scale in (0.001953125, 0.0625, 1.75, 448.0):
             (out,) = run(words._TIMES.value, to_bits(E2M1_VALUES[code]) | to_bits(-6.0) << 16, to_bits(scale) * 0x10001, first=1)
             assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [E2M1_VALUES[code] * scale, -6 * scale]
 
 
-@pytest.mark.parametrize("name", ["_ASM", "_NF4_ASM", "_E2M1_ASM", *WORDS, "_CODES2", "_LESS", "_TIMES", "_INT8", "_E4M3", "_HALVES4", "_HALVES2"])
+@pytest.mark.parametrize("name", ["_ASM", "_NF4_ASM", "_E2M1_ASM", *WORDS, "_CODES2", "_INT4", "_INT2", "_LESS0", "_LESS6", "_TIMES", "_INT8", "_E4M3", "_HALVES4", "_HALVES2"])
 def test_inputs_are_read_before_an_output_is_written(name):
     """Nothing keeps a compiler from giving an output the register of an input."""
     home = next(module for module in (words, attention, kernels) if hasattr(module, name))
