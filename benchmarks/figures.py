@@ -62,17 +62,18 @@ def peer_python(name: str) -> Path | None:
     return python if python is not None and python.exists() else None
 
 
-def in_turn(steps: dict[str, Any], rounds: int, before: Callable[[Any], Any] = lambda step: None) -> dict[str, float]:
+def in_turn(steps: dict[str, Any], rounds: int, before: Callable[[Any], Any] = lambda step: None,
+            clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:  # fmt: skip
     """Median seconds of each, one after the other in every round; `before` a step's first call, which warms up, it is prepared."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, step in steps.items():
             if not turn:
                 before(step)
-            begin = time.perf_counter()
+            begin = clock()
             step()
             if turn:
-                found[name].append(time.perf_counter() - begin)
+                found[name].append(clock() - begin)
     return {name: statistics.median(times) for name, times in found.items()}
 
 

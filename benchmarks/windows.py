@@ -3,7 +3,8 @@
     python benchmarks/windows.py [--quick] [--json OUT]
 
 The engine's scheduler over models' shapes, without their weights: a prompt of all but 64 tokens of the context in chunks of 512, then
-64 tokens one by one; the most bytes that are held in a step, and those at the end. No times.
+64 tokens one by one; the most bytes that are held in a step, and those at the end. No times. Then the native runner with the layers of
+Gemma 3 1B over a narrow residual stream, random weights: what its process grows by while it reads such a prompt and answers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+SMALL: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, vocab_size=512, num_attention_heads=8)
+
+
 def main() -> None:
     given = arguments(__doc__ or "").parse_args()
     figures = []
@@ -39,7 +43,43 @@ def main() -> None:
             for what, ours, peer in (("most", most, all_most), ("at the end", end, all_end)):
                 figures.append(Figure(name=f"{name}: {what}, context {context}", ours=ours, peer=peer, peer_name="all keys kept",
                                       goal=1.0, better="lower", unit="bytes"))  # fmt: skip
+    context = 4096 if given.quick else 16384
+    ours, peer = (grown(context, windows) for windows in (True, False))
+    figures.append(Figure(name=f"native runner, Gemma 3 1B's layers, context {context}", ours=ours, peer=peer, peer_name="all keys kept",
+                          goal=0.5, better="lower", unit="bytes resident"))  # fmt: skip
     report(figures, given.json)
+
+
+def grown(context: int, windows: bool) -> int:
+    """Bytes that this process grows by; its work buffers are there before."""
+    import psutil
+
+    from karui.inference.cache.groups import one_group
+    from karui.inference.engine import Engine
+    from karui.inference.models.config import from_hf
+    from karui.inference.models.native import NativeRunner
+    from karui.inference.models.weights import expected_shapes
+    from karui.inference.requests import Request, SamplingParams
+
+    torch.manual_seed(0)
+    shape = SHAPES["22 of 26 layers, window 512 (Gemma 3 1B)"]
+    config = from_hf(SMALL | dict(max_position_embeddings=context) | shape)
+    weights = {name: torch.randn(size) * size[-1] ** -0.5 if len(size) > 1 else torch.zeros(size)
+               for name, size in expected_shapes(config).items()}  # fmt: skip
+    runner = NativeRunner(config, weights, threads=2)
+    if not windows:
+        runner.kv_groups = lambda kv_dtype: one_group(config.num_layers)
+
+    def answer(length: int) -> None:
+        engine = Engine(runner, kv_dtype="float16", memory="64GiB", max_sequences=1, max_context=length)
+        params = SamplingParams(max_tokens=64, ignore_eos=True)
+        engine.generate(Request(prompt=[i % 500 for i in range(length - 64)], params=params))
+
+    answer(1024)
+    runner.allocate(1, 16, "float16")
+    before = psutil.Process().memory_info().rss
+    answer(context)
+    return psutil.Process().memory_info().rss - before
 
 
 def held(shape: dict[str, Any], context: int, windows: bool) -> tuple[int, int]:
@@ -62,8 +102,7 @@ class Keys:
         from karui.inference.cache.groups import groups_of, one_group
         from karui.inference.models.config import from_hf
 
-        self.config = from_hf(dict(hidden_size=64, intermediate_size=64, vocab_size=512, num_attention_heads=8,
-                                   max_position_embeddings=context) | shape)  # fmt: skip
+        self.config = from_hf(SMALL | dict(max_position_embeddings=context) | shape)
         found = groups_of(self.config.sliding_window, context) if windows else one_group(self.config.num_layers)
         self.kv_groups = lambda kv_dtype: found
         self.held: list[int] = []

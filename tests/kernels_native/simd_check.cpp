@@ -113,6 +113,13 @@ int main() {
         }
         if (finite) expect("hsum", fabsf(hsum(a.v()) - sum) <= 1e-6f * size);
         expect("hmax", hmax(a.v()) == most);
+        float fours[4];
+        sum_fours(a.v(), fours);
+        for (int k = 0; k < 4 && finite; k++) {
+            float whole = 0;
+            for (int j = k; j < W; j += 4) whole += a.f[j];
+            expect("sum_fours", fabsf(fours[k] - whole) <= 1e-6f * size);
+        }
 
         uint16_t half[W], raw[W];
         float back[W];

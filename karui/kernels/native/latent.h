@@ -81,14 +81,15 @@ static void move_latent(const LatentCache& c, int slot, char* data, float* scale
 // Row of the cache as floats, at `own` where it is not stored as such.
 INLINE const float* widened(const LatentCache& c, int slot, float* own) {
     const char* row = c.row(slot);
+    const int width = c.width(), scales = c.scales(), group = c.group;
     if (c.type == CACHE_FP32) return (const float*)row;
     if (c.type == CACHE_FP16)
-        for (int d = 0; d < c.width(); d += W) store(own + d, load((const uint16_t*)row + d));
+        for (int d = 0; d < width; d += W) store(own + d, load((const uint16_t*)row + d));
     else {
         const float* scale = c.scale(slot);
         const int8_t* codes = (const int8_t*)row;
-        for (int g = 0; g < c.scales(); g++) {
-            const int first = c.place(g * c.group), last = first + c.group;
+        for (int g = 0; g < scales; g++) {
+            const int first = c.place(g * group), last = first + group;
             int d = first;
             for (; d + W <= last; d += W) store(own + d, mul(load(codes + d), set1(scale[g])));
             for (; d < last; d++) own[d] = (float)codes[d] * scale[g];
@@ -114,18 +115,14 @@ template <typename F> INLINE void evenly(int count, F f) {
 // out[i] = sum of the lanes of x[i].
 INLINE void sum_lanes(const V (&x)[4], float* out) {
     const V a = add(zip_low(x[0], x[1]), zip_high(x[0], x[1])), b = add(zip_low(x[2], x[3]), zip_high(x[2], x[3]));
-    float t[W];
-    store(t, add(pairs_low(a, b), pairs_high(a, b)));
-    for (int i = 0; i < 4; i++) {
-        float sum = t[i] + t[4 + i];
-        if (W == 16) sum += t[W - 8 + i] + t[W - 4 + i];
-        out[i] = sum;
-    }
+    sum_fours(add(pairs_low(a, b), pairs_high(a, b)), out);
 }
 
-// scores[q][key] = query . row for NQ queries and `count` rows, to a multiple of four.
-template <int NQ> static void score_rows(const float* const* rows, int count, int width, const float* const* query, float* scores) {
+// scores[q][key] = query . row for NQ queries and `count` rows, to a multiple of four. before(k): called ahead of rows k to k + 3.
+template <int NQ, typename F>
+static void score_rows(const float* const* rows, int count, int width, const float* const* query, float* scores, F before) {
     for (int k = 0; k < count; k += 4) {
+        before(k);
         V sum[NQ][4];
         for (int q = 0; q < NQ; q++)
             for (int j = 0; j < 4; j++) sum[q][j] = set1(0.0f);
@@ -159,17 +156,22 @@ static void weigh_rows(const float* const* rows, int count, const float* weights
         for (int v = 0; v < ND; v++) store(out + (int64_t)q * ld + d + v * W, sum[q][v]);
 }
 
-// attend_all() of attention.h over the rows of `count` slots; out [nq][rank_padded]. own: KEYS * width floats.
+// attend_all() of attention.h over the rows of `count` slots; out [nq][rank_padded]. own: KEYS * width floats. next: rows that will likely be
+// needed next; they are asked for a few at a time, as more would wait for each other and not for the arithmetic.
 static void attend_latents(const LatentCache& c, const int32_t* slots, int count, int nq, const float* const* query, const int* from,
-                           const int* to, float* own, Partial* partial, float* out) {
+                           const int* to, float* own, Partial* partial, float* out, const char* const* next, int next_count) {
     const float* rows[KEYS + 3];
-    const int width = c.width(), ld = c.rank_padded();
+    const int width = c.width(), ld = c.rank_padded(), bytes = width * cache_bytes(c.type);
     for (int i = 0; i < count; i++) rows[i] = widened(c, slots[i], own + (int64_t)i * width);
     for (int i = count; i % 4; i++) rows[i] = rows[0];
+    int asked = 0;
     evenly(nq, [&](auto n, int q) {
         constexpr int NQ = decltype(n)::value, ND = 4;
         alignas(64) float p[NQ * KEYS];
-        score_rows<NQ>(rows, count, width, query + q, p);
+        score_rows<NQ>(rows, count, width, query + q, p, [&](int k) {
+            for (int end = next_count * (q * KEYS + NQ * (k + 4)) / (nq * KEYS); asked < end; asked++)
+                for (int i = 0; i < bytes; i += 64) __builtin_prefetch(next[asked] + i);
+        });
         for (int i = 0; i < NQ; i++) partial[q + i] = soften(p + i * KEYS, from[q + i], to[q + i], 0.0f);
         float* at = out + (int64_t)q * ld;
         int d = 0;

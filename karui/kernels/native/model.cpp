@@ -637,9 +637,9 @@ struct Model {
         float* own = w.rows.need((size_t)KEYS * key_width);
         attend_item(item, layer, w, [&](const int32_t* slots, int count, int nq, const float* const* query, const int* from, const int* to,
                                         Partial* part, float* out, const Ahead& ahead) {
-            for (int i = ahead.first; i < ahead.last; i++)
-                prefetch(cached.row(slot_of(places[layer].group, ahead.sequence, i)), key_width * cache_bytes(cached.type));
-            attend_latents(cached, slots, count, nq, query, from, to, own, part, out);
+            const char* rows[KEYS];
+            for (int i = ahead.first; i < ahead.last; i++) rows[i - ahead.first] = cached.row(slot_of(places[layer].group, ahead.sequence, i));
+            attend_latents(cached, slots, count, nq, query, from, to, own, part, out, rows, ahead.last - ahead.first);
         });
     }
     struct Ahead {  // keys [first, last) that this thread will likely need next

@@ -109,6 +109,7 @@ INLINE float32x4_t lows(float32x4_t x, float32x4_t y) { return vcombine_f32(vget
 INLINE float32x4_t highs(float32x4_t x, float32x4_t y) { return vcombine_f32(vget_high_f32(x), vget_high_f32(y)); }
 INLINE V pairs_low(V x, V y) { return {lows(x.a, y.a), lows(x.b, y.b)}; }
 INLINE V pairs_high(V x, V y) { return {highs(x.a, y.a), highs(x.b, y.b)}; }
+INLINE void sum_fours(V x, float* out) { vst1q_f32(out, vaddq_f32(x.a, x.b)); }
 
 INLINE U halves(U codes) {  // e2m1 codes to twice their number, signed
     static const int8_t numbers[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};

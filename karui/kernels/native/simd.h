@@ -96,6 +96,11 @@ INLINE V zip_low(V a, V b) { return _mm512_unpacklo_ps(a, b); }
 INLINE V zip_high(V a, V b) { return _mm512_unpackhi_ps(a, b); }
 INLINE V pairs_low(V a, V b) { return _mm512_shuffle_ps(a, b, 0x44); }
 INLINE V pairs_high(V a, V b) { return _mm512_shuffle_ps(a, b, 0xee); }
+// out[i] = the sum of lanes i, 4 + i and so on, pair by pair.
+INLINE void sum_fours(V a, float* out) {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
 #ifdef __AVX512BF16__
 // Lanes of two bf16 numbers, rounded to nearest even: (a0, b0), (a1, b1)...; and of 2 W floats in order.
 INLINE V bf16_pairs(V a, V b) {
@@ -209,6 +214,7 @@ INLINE V zip_low(V a, V b) { return _mm256_unpacklo_ps(a, b); }
 INLINE V zip_high(V a, V b) { return _mm256_unpackhi_ps(a, b); }
 INLINE V pairs_low(V a, V b) { return _mm256_shuffle_ps(a, b, 0x44); }
 INLINE V pairs_high(V a, V b) { return _mm256_shuffle_ps(a, b, 0xee); }
+INLINE void sum_fours(V a, float* out) { _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1))); }
 
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))  // the instruction of AVX-512, on 8 lanes
 INLINE U halves(U codes) {
@@ -342,6 +348,7 @@ INLINE V zip_low(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + i % 4 
 INLINE V zip_high(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + 2 + i % 4 / 2]; return r; }
 INLINE V pairs_low(V a, V b) { V r; EACH r[i] = (i % 4 < 2 ? a : b)[i / 4 * 4 + i % 2]; return r; }
 INLINE V pairs_high(V a, V b) { V r; EACH r[i] = (i % 4 < 2 ? a : b)[i / 4 * 4 + 2 + i % 2]; return r; }
+INLINE void sum_fours(V a, float* out) { for (int i = 0; i < 4; i++) out[i] = a[i] + a[4 + i]; }
 INLINE U halves(U codes) {
     static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
     U r;
