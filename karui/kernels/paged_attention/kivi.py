@@ -322,9 +322,10 @@ def offline_cases() -> list[Case]:
         types = {n: types.get(n, "i32") for n in _attend.arg_names if n.islower() or n == "T"}
         constants = {"BLOCK": 64, "GROUP": group, "HEADS": 8 * group, "BITS": bits, "Q": 32, "WINDOW": window, "SPLIT": split,
                      "TURNED": turned, "D": width, "DP": width, "BM": bm, "BN": bn}  # fmt: skip
-        wanted = f16 if query == "*bf16" else {cc: r"(wgmma\.mma_async|mma\.sync)[.a-z0-9]*tf32" for cc in (80, 89, 90, 120)}
+        wanted = f16 if query == "*bf16" else {90: r"mma\.sync[.a-z0-9]*tf32"}
+        reads = 2 * bn * width * (bits + 1) // 8 if query == "*bf16" and split else 0
         cases.append(Case(f"kivi {name}", _attend, types, constants, wanted, 1 if bm <= 16 else 4, 2, odd,
-                          (90,) if name == "decode 4 bits" else (), reads=2 * bn * width * (bits + 1) // 8 * split))  # fmt: skip
+                          (90,) if name == "decode 4 bits" else (), reads=reads))  # fmt: skip
         if split and width == 128 and query == "*bf16":
             kinds = {"slots_ptr": "*i32", "rows_ptr": "*i32", "keys_ptr": "*u8", "values_ptr": "*u8"}
             types = {n: kinds.get(n, "*fp16" if n.endswith("ptr") else "i32") for n in _code.arg_names if n.islower()}
