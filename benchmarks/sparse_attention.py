@@ -15,6 +15,8 @@ model ends within 0.05 nats of the dense one.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -37,7 +39,8 @@ def stage(a: Any, work: Path, name: str, model: str, **sections: Any) -> str:
 
     recipe = Recipe.build({
         "name": "bench", "model": model, "data": data(a, work), **sections, "track": {"to": "none"},
-        "run": {"output": str(work / name), "seed": a.seed, "threads": a.threads, "matmul": a.matmul}})
+        "run": {"output": str(work / f"{name}-{digest(model, sections, a.length, a.seed, a.matmul)}"), "seed": a.seed, "threads": a.threads,
+                "matmul": a.matmul}})
     final = recipe.output / "final"
     if not final.is_dir():
         metrics = run_recipe(recipe).metrics
@@ -45,12 +48,16 @@ def stage(a: Any, work: Path, name: str, model: str, **sections: Any) -> str:
     return str(final)
 
 
+def digest(*identity: Any) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
 def began(a: Any, work: Path, model: str) -> str:
     """The folder of a model with an indexer that nothing has trained, its heads the attention's."""
     from karui.catalogue import load_tokenizer
     from karui.distill.reshape import sparse
 
-    folder = work / "began"
+    folder = work / f"began-{digest(model, a.top, a.heads, a.width, a.samples, a.length)}"
     if not folder.is_dir():
         tokenizer = load_tokenizer(Path(model))
         ids = torch.tensor(tokenizer(DATA.joinpath("wikitext2_valid.txt").read_text(encoding="utf-8")[:100_000])["input_ids"])
@@ -64,7 +71,7 @@ def drawn(a: Any, work: Path, copied: str) -> str:
     from karui.catalogue import load_tokenizer
     from karui.trainers.sparse import indexers
 
-    folder = work / "drawn"
+    folder = work / f"drawn-{digest(copied, a.seed)}"
     if not folder.is_dir():
         model, draw = load(copied), torch.Generator().manual_seed(a.seed)
         with torch.no_grad():
@@ -158,10 +165,11 @@ def main() -> None:
     parser.add_argument("--heal", type=int, default=24)
     parser.add_argument("--warm", type=int, default=24)
     parser.add_argument("--sparse", type=int, default=12)
+    parser.add_argument("--from-drawn", action="store_true", help="also train the drawn indexer")
     parser.add_argument("--samples", type=int, default=8, help="texts that calibrate what is changed")
     parser.add_argument("--lr", type=float, default=1e-4, help="of the model; its indexers learn at --index-lr")
     parser.add_argument("--index-lr", type=float, default=1e-3)
-    parser.add_argument("--windows", type=int, default=6)
+    parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--matmul", default="bf16", choices=("fp32", "bf16x3", "bf16-backward", "bf16"), help="`run.matmul`")
@@ -201,13 +209,15 @@ def figures(a: Any) -> list[Figure]:
     add(f"healed, {a.top} keys of the trained indexer", warm, "indexer")
     sparse = stage(a, work, "sparse", warm, objective={**healing, "indexer": {"lr_scale": scale}}, optim=optim(a, a.sparse, a.lr))
     add("trained sparsely, its indexer", sparse, "indexer")
-    add("trained sparsely, dense", sparse, "dense")
-    add("trained sparsely, the most recent keys", sparse, "recent")
     dense = stage(a, work, "dense", healed, objective=healing, optim=optim(a, a.sparse, a.lr))
     losses["dense"] = measure_dense(a, dense)
     found.append(Figure(name="trained densely as many steps, dense", ours=losses["dense"], unit="nats", better="lower"))
-    warm_random = stage(a, work, "warm-random", random, objective=alone, optim=optim(a, a.warm, a.index_lr))
-    add(f"healed, {a.top} keys of a trained indexer that began drawn", warm_random, "indexer")
+    print(f"trained densely as many steps: {losses['dense']:.4f}", flush=True)
+    add("trained sparsely, dense", sparse, "dense")
+    add("trained sparsely, the most recent keys", sparse, "recent")
+    if a.from_drawn:
+        warm_random = stage(a, work, "warm-drawn", random, objective=alone, optim=optim(a, a.warm, a.index_lr))
+        add(f"healed, {a.top} keys of a trained indexer that began drawn", warm_random, "indexer")
     base, ours = losses["healed, dense"], losses[f"healed, {a.top} keys of the trained indexer"]
     for peer in (f"healed, the {a.top} most recent keys", f"healed, {a.top} keys of a drawn indexer"):
         found.append(Figure(name=f"loss added by the trained indexer against: {peer}", ours=ours - base, peer=losses[peer] - base,
