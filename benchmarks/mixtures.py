@@ -4,12 +4,12 @@
 
 balance  upcycled (`upcycle-moe`) into 4 copies of the feed-forward layer, 2 a token (whole; corrected: with routers that have a
          correction bias), or into 8 halves of copies, 2 a token (half), and trained whole for `--steps` steps of `--batch` x 256
-         tokens of wikitext2_valid.txt (lr 3e-4), each way of `moe: balance`. Figures on the first `--words` words of wikitext2_test.txt: the load of the busiest expert of a layer over the
-         mean of the layer (mean over layers), the worst of any layer, the share of experts that less than a quarter of the mean goes
-         to, and the loss of the labels. Goals: a balanced load's distance from even is at most half of the unbalanced one's; the
-         loss is no higher beyond twice its standard error.
+         tokens of wikitext2_valid.txt (lr 3e-4), each way of `moe: balance`. Figures on the first `--words` words of
+         wikitext2_test.txt: the load of the busiest expert of a layer over the mean of the layer (mean over layers), the worst of any
+         layer, the share of experts that less than a quarter of the mean goes to, and the loss of the labels with the difference's
+         standard error. Goal: a balanced load's distance from even is at most half of the unbalanced one's.
 prune    half of the experts of the trained mixture (`--from`: KIND:BALANCE) go, by score, by count (the least used), at random, as
-         a recipe: prune-experts on 16 samples of the text, `--heal` steps of training, export to 4 bits with its parity gate; the
+         a recipe: prune-experts on 8 samples of text it has not read, `--heal` steps on that, export to 4 bits with its parity gate; the
          bundle runs in the engine. Figures: the held-out loss right after and healed. Goals: score below random, right after.
 
 With --work DIR finished runs are kept and not repeated.
@@ -34,20 +34,22 @@ KINDS: dict[str, dict[str, Any]] = {
     "half": {"method": "upcycle-moe", "experts": 8, "top_k": 2, "split": 2}}
 WAYS: dict[str, dict[str, Any]] = {
     "none": {}, "switch": {"balance": "switch"}, "switch 0.1": {"balance": "switch", "weight": 0.1},
-    "sequence": {"balance": "sequence", "weight": 0.01}, "bias": {"balance": "bias"}}
+    "sequence": {"balance": "sequence", "weight": 0.01}, "bias": {"balance": "bias", "speed": 0.003}}
 TRIED = {"whole": ("none", "switch", "sequence"), "corrected": ("none", "bias"), "half": ("none", "switch 0.1")}
 CHOICES = ("score", "count", "random")
 
 
-def wikitext(a: Any, work: Path) -> dict[str, Any]:
-    """A recipe's `data:` with text for all steps and `--words` held-out words."""
-    steps = max(a.steps, a.heal)
-    for name, source, words in (("train", "wikitext2_valid.txt", 256 * a.batch * steps), ("eval", "wikitext2_test.txt", a.words)):
-        text = " ".join((DATA / source).read_text(encoding="utf-8").split(" ")[:words])
+def wikitext(a: Any, work: Path, healing: bool = False) -> dict[str, Any]:
+    """A recipe's `data:` with text for all steps, to heal by the text behind that, and `--words` held-out words."""
+    first, second = 256 * a.batch * a.steps, 256 * a.batch * max(a.heal, 8)
+    for name, source, start, words in (("train", "wikitext2_valid.txt", 0, first), ("heal", "wikitext2_valid.txt", first, second),
+                                       ("eval", "wikitext2_test.txt", 0, a.words)):  # fmt: skip
+        text = " ".join((DATA / source).read_text(encoding="utf-8").split(" ")[start : start + words])
         if not (work / f"{name}-{words}.txt").is_file():
             (work / f"{name}-{words}.txt").write_text(text, encoding="utf-8")
-    return {"train": str(work / f"train-{256 * a.batch * steps}.txt"), "eval": str(work / f"eval-{a.words}.txt"), "format": "text",
-            "max_length": 256, "overlong": "split"}
+    train = f"heal-{second}" if healing else f"train-{first}"
+    return {"train": str(work / f"{train}.txt"), "eval": str(work / f"eval-{a.words}.txt"), "format": "text", "max_length": 256,
+            "overlong": "split"}
 
 
 def run(a: Any, work: Path, kind: str, way: str, seed: int) -> dict[str, Any]:
@@ -112,8 +114,8 @@ def pruned(a: Any, work: Path, choice: str) -> dict[str, Any]:
         return dict(json.loads(kept.read_text(encoding="utf-8")))
     have = KINDS[kind]["experts"]
     done = run_pipeline(Recipe.build({
-        "name": "pruned", "model": str(mixture(work, kind, way)), "data": wikitext(a, work),
-        "prepare": [{"method": "prune-experts", "keep_experts": have // 2, "by": choice, "samples": 16}],
+        "name": "pruned", "model": str(mixture(work, kind, way)), "data": wikitext(a, work, healing=True),
+        "prepare": [{"method": "prune-experts", "keep_experts": have // 2, "by": choice, "samples": 8}],
         "moe": WAYS[way], "optim": {"lr": 1e-4, "batch": a.batch, "steps": a.heal, "micro_tokens": 512, "warmup": 0.1},
         "run": {"output": str(work / f"run-pruned-{choice}"), "threads": a.threads, "matmul": a.matmul}, "track": {"to": "none"},
         "export": [{"spec": "w4g32"}], "eval": {"speed": False}}))
@@ -131,13 +133,26 @@ def pruned(a: Any, work: Path, choice: str) -> dict[str, Any]:
     return found
 
 
+def before_pruning(a: Any, work: Path, kind: str, way: str) -> tuple[float, float]:
+    """Of the mixture with all its experts: its loss on the same text, and how far its down projections are from the mean of their
+    layer's, as a share of their norm (copies: 0)."""
+    from karui.configs.recipe import Recipe
+    from karui.distill.prune.experts import mixtures
+    from karui.trainers.run import prepare
+
+    setup = prepare(Recipe.build({"model": str(mixture(work, kind, way)), "data": wikitext(a, work), "track": {"to": "none"}}))
+    down = [block.experts.down_proj.detach().flatten(1) for _, block in mixtures(setup.model)]
+    return mean(losses(setup)["answers"]), sum(float((d - d.mean(0)).norm() / d.norm()) for d in down) / len(down)
+
+
 def prune(a: Any, work: Path) -> list[Figure]:
     kind, way = a.source.split(":")
-    whole = run(a, work, kind, way, 0)
     if not (mixture(work, kind, way) / "config.json").is_file():
-        raise SystemExit(f"{mixture(work, kind, way)} is missing; remove the JSON files of --work to train it again")
+        run(a, work, kind, way, 0)
     found = {choice: pruned(a, work, choice) for choice in CHOICES}
-    figures = [Figure(name=f"{kind}, {way}: all experts", ours=mean(whole["answers"]), unit="nats", better="lower")]
+    loss, apart = before_pruning(a, work, kind, way)
+    figures = [Figure(name=f"{kind}, {way}: all experts", ours=loss, unit="nats", better="lower",
+                      note=f"experts are {100 * apart:.1f} % of their norm apart")]
     for stage, label in (("before", "half of them, right after"), ("after", f"half of them, {a.heal} steps later")):
         for choice, result in found.items():
             note = f"bundle: parity {result['parity']:.1e} of {result['bound']:.0e}, {result['runner']}" if stage == "after" else ""
@@ -153,10 +168,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for finished runs; what is in it is not repeated")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--ways", default=",".join(WAYS), help="those of them that are tried on a kind")
-    parser.add_argument("--from", dest="source", default="half:switch 0.1", help="the mixture whose experts go")
+    parser.add_argument("--from", dest="source", default="whole:switch", help="the mixture whose experts go")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--heal", type=int, default=16)
+    parser.add_argument("--heal", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--words", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=1)
@@ -164,7 +179,7 @@ def main() -> None:
     a = parser.parse_args()
     logging.disable(logging.INFO)
     if a.quick:
-        a.steps, a.heal, a.words, a.kinds, a.ways = 8, 4, 1000, "half", "none,switch 0.1"
+        a.steps, a.heal, a.words, a.kinds, a.ways = 8, 4, 1000, "whole", "none,switch"
     work = folder(a.work)
     figures = []
     for part, make in (("balance", balance), ("prune", prune)):

@@ -86,8 +86,8 @@ def check(recipe: Recipe, loss: nn.Module, stages: Sequence[Stage]) -> None:
         reason = f"prepare: {after.step.method} changes weights after a step, and the engine would write its own copy over them"
     elif recipe.objective.kind != "sft":
         reason = f"objective {recipe.objective.kind} runs the model outside of the engine"
-    elif recipe.moe.balance == "bias":
-        reason = "moe.balance bias moves the routers' bias after a step that the engine makes by itself"
+    elif recipe.moe.active:
+        reason = "balancing of experts (moe:) adds to gradients and moves biases beside the engine, which has not been tried"
     elif odd is not None:
         reason = f"{odd} is not in float32, which is what the engine steps; set model.dtype: float32 and run.precision: bf16"
     elif recipe.run.precision == "fp16":

@@ -14,6 +14,7 @@ from karui.configs.manifest import Manifest
 from karui.configs.recipe import Recipe
 from karui.inference.bundle import open_model
 from karui.inference.engine import Engine
+from karui.trainers import zero
 from karui.trainers.data import collate, plan_epoch
 from karui.trainers.loop import read_log
 from karui.trainers.model import enable_recompute
@@ -226,6 +227,22 @@ def test_balancing_balances(recipe_of):
     assert above("glm4_moe", {"balance": "bias", "speed": 0.03}) < without / 2
 
 
+@pytest.mark.parametrize(("kind", "by"), [("mixtral", "score"), ("minimax_m2", "count"), ("ernie4_5_moe", "random")])
+def test_pruned_experts_are_balanced_and_served(kind, by, recipe_of):
+    moe = {"balance": "switch"} if kind == "mixtral" else {"balance": "bias"}
+    recipe = recipe_of(kind, prepare=[{"method": "prune-experts", "keep_experts": 3, "by": by, "samples": 4}], moe=moe,
+                       optim={"lr": 3e-3, "batch": 8, "steps": 6, "micro_tokens": 256}, export=[{"spec": "w4g16"}],
+                       eval={"speed": False})
+    result = run_pipeline(recipe)
+    metrics = result.run.metrics
+    assert metrics["eval_loss"] < metrics["eval_loss_before"] and 1 <= metrics["moe_max_load"] <= 1.5
+    (bundle,) = result.bundles
+    manifest = Manifest.read(bundle)
+    assert manifest.parity["max_abs_dlogprob"] <= manifest.parity["bound"]
+    engine = Engine.load(bundle, max_context=64)
+    assert engine.config.mixture.experts == 3 and len(engine.generate(["what is 3"])[0].token_ids) > 0
+
+
 def test_an_adapter_run_logs_the_load(recipe_of):
     recipe = recipe_of("mixtral", prepare=[{"method": "lora", "rank": 4}], optim={"lr": 1e-3, "batch": 4, "steps": 2})
     run_recipe(recipe)
@@ -246,6 +263,19 @@ def test_a_dense_run_logs_no_load(make_recipe):
 def test_sections_that_make_no_sense(section, message):
     with pytest.raises(KaruiError, match=message):
         Recipe.build({"model": "m", "data": {"train": "x"}, "moe": section})
+
+
+def test_the_engine_of_zero_is_refused(recipe_of, monkeypatch):
+    monkeypatch.setattr(zero, "find_spec", lambda name: name)
+    recipe = recipe_of("mixtral", moe={"balance": "switch"}, run={"sharding": "zero2"})
+    setup = prepare(recipe)
+    with pytest.raises(UnsupportedError, match="balancing of experts"):
+        zero.check(recipe, make_objective(setup), setup.stages)
+
+
+def test_how_experts_are_chosen_belongs_to_them():
+    with pytest.raises(KaruiError, match="by: count does not belong to prune-layers"):
+        Recipe.build({"model": "m", "data": {"train": "x"}, "prepare": [{"method": "prune-layers", "keep_layers": 2, "by": "count"}]})
 
 
 @pytest.mark.parametrize("run", [dry_run, run_recipe])
