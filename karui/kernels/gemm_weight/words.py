@@ -5,7 +5,7 @@ step apart, so those of one place in the words belong to neighbouring inputs: x 
 a thread reads whole words. With the codes of a byte side by side, gathering bytes and splitting x took most of a step, and the
 instructions were the limit, not the memory: by count of the machine code int4 in groups of 32 and of 128 reached 27 and 57 % of
 an H200's bandwidth, ternary 23 %, NVFP4 26 %. So int4 and MXFP4 reach all of it with 8 rows or fewer, NF4 96 %, ternary 89 % (all
-with int8 inputs), NVFP4, whose values take a scale for every 16 inputs, 66 % (`triton_support.count`).
+with int8 inputs), NVFP4, whose values take a scale for every 16 inputs, 69 % (`triton_support.count`).
 
 Two words of neighbouring inputs give pairs of bf16: integers where bf16 keeps its smallest numbers, which one `fma` brings to
 size; E2M1 with its exponent and mantissa where bf16 has them, which one `fma` scales by 2^126. int8 inputs: four words give four
@@ -75,15 +75,16 @@ def _bits(value: float) -> int:
 
 
 def _e2m1_asm() -> str:
-    """Two words -> the bf16 pairs of each of their 8 places. Sign, exponent and mantissa go to bits 15, 8..7 and 6: 2^-126 of the
-    value, below 1 as a number without a hidden one, in both formats."""
-    lines = [".reg .b32 l, h, c, s, up, none;", "prmt.b32 l, $8, $9, 0x5410;", "prmt.b32 h, $8, $9, 0x7632;",
+    """Two words -> the bf16 pairs of each of their 8 places. One product moves a code's sign to bit 15, its exponent and
+    mantissa to bits 8..7 and 6: 2^-126 of the value, below 1 as a number without a hidden one, in both formats."""
+    lines = [".reg .b32 l, h, s, c, up, none;", "prmt.b32 l, $8, $9, 0x5410;", "prmt.b32 h, $8, $9, 0x7632;",
              "mov.b32 up, 0x7e807e80;", "mov.b32 none, 0x80008000;"]  # fmt: skip
     for place in range(8):
-        half, bit = "lh"[place // 4], place % 4 * 4
-        to, sign = 6 - bit, 12 - bit
-        lines += [f"{'shl' if to > 0 else 'shr'}.b32 c, {half}, {abs(to)};", "and.b32 c, c, 0x01c001c0;",
-                  f"shl.b32 s, {half}, {sign};", "lop3.b32 c, s, 0x80008000, c, 0xea;",
+        half, (byte, high) = "lh"[place // 4], divmod(place % 4, 2)
+        if byte and not high:
+            lines.append(f"shr.u32 s, {half}, 8;")
+        lines += [f"and.b32 c, {'s' if byte else half}, 0x{0x000F000F << 4 * high:08x};",
+                  f"mul.lo.u32 c, c, 0x{0x1040 >> 4 * high:x};", "and.b32 c, c, 0x81c081c0;",
                   f"fma.rn.bf16x2 ${place}, c, up, none;"]  # fmt: skip
     return "{\n" + "\n".join(lines) + "\n}"
 

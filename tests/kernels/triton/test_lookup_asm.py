@@ -1,6 +1,6 @@
 """The inline assembly of `gemm_weight`, which neither the interpreter nor an absent GPU runs, read instruction by instruction.
 
-`run` follows the PTX manual for the few instructions that the blocks hold: shl, shr, and, xor, mov, fma of bf16 and fp16 pairs, lop3 with
+`run` follows the PTX manual for the few instructions that the blocks hold: shl, shr, and, xor, mul, mov, fma of bf16 and fp16 pairs, lop3 with
 0xea = (a & b) | c or 0xe4 = (a & c) | (b & ~c), and prmt in its default mode, where a selector's digit is 0..7, with its fourth bit set the sign of that byte eight times.
 """
 
@@ -69,6 +69,8 @@ def run(assembly, *words, first=4, lane=31):
             out = (a - (a >> 31 << 32) if kind == "s32" else a) >> b
         elif name == "shl":
             out = a << b
+        elif name == "mul":
+            out = a * b
         elif name == "and":
             out = a & b
         elif name == "xor":
