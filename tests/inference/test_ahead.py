@@ -108,7 +108,7 @@ def test_a_callback_ends_it_and_no_block_is_lost():
 def test_logits_that_are_not_numbers_are_an_error():
     many = engine_of(8)
     many.runner.load_weights(overflowing())
-    table = np.zeros((1, 2), dtype=np.int32)
+    table = np.zeros((1, 1, 2), dtype=np.int32)
     assert many.runner.decode([Ahead([5], 4, 4, frozenset())], table, 4, 4) == Gained([[]], [])
     out = many.generate([[9, 5, 6]], SamplingParams(max_tokens=12))[0].completions[0]
     assert out.finish_reason == "error" and "not numbers" in out.error

@@ -183,7 +183,7 @@ class RunnerDrafter:
         self._lengthen(handle, reach)
         if len(tokens) - start > 1:
             self._run(handle, tokens[start:-1], start, logits=False)
-        table = np.array([self.tables[handle]], dtype=np.int32)
+        table = np.array([[self.tables[handle]]], dtype=np.int32)
         sequence = Ahead(list(tokens), count, reach, frozenset())
         return list(runner.decode([sequence], table, count, count).tokens[0])
 
