@@ -545,9 +545,9 @@ def enter(qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, s
 
 def num_parts(sequences: int, tiles: int, kv_heads: int, max_context: int, device: torch.device, warps: int = 4) -> int:
     """Into how many parts keys are split: enough programs for eight warps per multiprocessor, parts of 256 keys or more, at most
-    32."""
+    32 of four warps or 128 of one."""
     programs = sequences * tiles * kv_heads
-    return max(1, min(8 // warps * num_processors(device) // programs, max_context // 256, 32))
+    return max(1, min(8 // warps * num_processors(device) // programs, max_context // 256, 128 // warps))
 
 
 def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, window: int | None,
@@ -604,8 +604,9 @@ def paged_attention(q: torch.Tensor, cache: Cache, plan: Plan, scaling: float, w
 def merge_parts(partial: torch.Tensor, top: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> None:
     """out [T, H, D] of the parts' sums [parts, T, H, D], largest scores and sums of weights [parts, T, H]."""
     (parts, tokens, heads), width = top.shape, out.shape[-1]
-    _merge[(tokens * heads,)](partial, top, total, out, tokens * heads, parts, PARTS=triton.next_power_of_2(parts), D=width,
-                              DP=triton.next_power_of_2(width), num_warps=4)  # fmt: skip
+    padded, wide = triton.next_power_of_2(parts), triton.next_power_of_2(width)
+    _merge[(tokens * heads,)](partial, top, total, out, tokens * heads, parts, PARTS=padded, D=width, DP=wide,
+                              num_warps=4 if padded * wide <= 8192 else 8)  # fmt: skip
 
 
 _FEW = 32  # rows-times-heads of a tile that reads codes as words: below what Hopper's products of four warps take
@@ -661,9 +662,11 @@ def offline_cases() -> list[Case]:
             cases.append(Case(f"paged_attention {name}{' by the chip' if hard else ''}", _attend, types, constants, at,
                               1 if narrow else 4, stages, odd, quick,
                               reads=2 * bn * key_bytes if name.startswith("decode") else 0))  # fmt: skip
-    cases.append(Case("paged_attention merge", _merge, {f"{n}_ptr": "*fp32" for n in ("part", "top", "sum")} | {
-        "out_ptr": "*bf16", "size": "i32", "parts": "i32"}, {"PARTS": 32, "D": 128, "DP": 128},
-        {cc: r"ld\.global[.a-z]*\.v[24]" for cc in WIDE_LOADS}, 4, 1, ("size", "parts"), ()))  # fmt: skip
+    merged = {f"{n}_ptr": "*fp32" for n in ("part", "top", "sum")} | {"out_ptr": "*bf16", "size": "i32", "parts": "i32"}
+    for parts, width in ((32, 128), (128, 256)):
+        cases.append(Case(f"paged_attention merge {parts} parts", _merge, merged, {"PARTS": parts, "D": width, "DP": width},
+                          {cc: r"ld\.global[.a-z]*\.v[24]" for cc in WIDE_LOADS}, 4 if parts == 32 else 8, 1, ("size", "parts"),
+                          ()))  # fmt: skip
     strides = {n: "i32" for n in ("slot_stride", "head_stride", "scale_slot")}
     caches = {"slots_ptr": "*i32", "keys_ptr": "*u8", "values_ptr": "*u8", "key_scale_ptr": "*fp32", "value_scale_ptr": "*fp32"}
     write = {"k_ptr": "*bf16", "v_ptr": "*bf16", **caches, **{n: "i32" for n in ("k_token", "k_head", "v_token", "v_head")},

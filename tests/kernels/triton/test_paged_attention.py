@@ -96,7 +96,7 @@ def test_int4_decoded_in_halves(dtype, device, rng):
     bound = 3e-3 if dtype == torch.float16 else 8e-3  # the interpreter cuts bf16 off
     q = (torch.randn(3, 6, 96, generator=rng, device=device) * size).to(dtype)
     compare(q, cache, make_plan([1, 1, 1], [1, 53, 16], device, rng), bound=bound)
-    compare(q[:1].expand(3, 6, 96), cache, make_plan([3], [53], device, rng), window=40, bound=bound)
+    compare(q[:1].expand(3, 6, 96), cache, make_plan([3], [53], device, rng), window=40, parts=(1, 70), bound=bound)
     words = tree_words([torch.tensor([[1, 0], [1, 1]])], [2]).to(device)
     compare(q[:2], cache, make_plan([2], [29], device, rng, words), bound=bound)
     k = torch.randn(1, 2, 96, generator=rng, device=device) * 1e6
@@ -168,6 +168,15 @@ def test_written_bytes(dtype, device, rng):
         if a is not None:
             assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
     assert made[0].keys[5].float().abs().sum() > 0
+
+
+def test_into_how_many_parts_keys_are_split(monkeypatch):
+    from karui.kernels.paged_attention import triton
+
+    monkeypatch.setattr(triton, "num_processors", lambda device: 132)
+    split = lambda sequences, context, warps: triton.num_parts(sequences, 1, 8, context, None, warps)  # noqa: E731
+    assert [split(1, 1 << 20, warps) for warps in (4, 1)] == [32, 128] and [split(64, 1 << 20, warps) for warps in (4, 1)] == [1, 2]
+    assert [split(1, 4096, warps) for warps in (4, 1)] == [16, 16] and split(1, 100, 1) == 1
 
 
 def test_words_and_refusals(device):
