@@ -157,7 +157,8 @@ static void weigh_rows(const float* const* rows, int count, const float* weights
 }
 
 // attend_all() of attention.h over the rows of `count` slots; out [nq][rank_padded]. own: KEYS * width floats. next: rows that will likely be
-// needed next; they are asked for a few at a time, as more would wait for each other and not for the arithmetic.
+// needed next; they are asked for a few at a time, as more would wait for each other and not for the arithmetic, and into the second cache: in
+// the first they would push out the rows at hand.
 static void attend_latents(const LatentCache& c, const int32_t* slots, int count, int nq, const float* const* query, const int* from,
                            const int* to, float* own, Partial* partial, float* out, const char* const* next, int next_count) {
     const float* rows[KEYS + 3];
@@ -170,7 +171,7 @@ static void attend_latents(const LatentCache& c, const int32_t* slots, int count
         alignas(64) float p[NQ * KEYS];
         score_rows<NQ>(rows, count, width, query + q, p, [&](int k) {
             for (int end = next_count * (q * KEYS + NQ * (k + 4)) / (nq * KEYS); asked < end; asked++)
-                for (int i = 0; i < bytes; i += 64) __builtin_prefetch(next[asked] + i);
+                for (int i = 0; i < bytes; i += 64) __builtin_prefetch(next[asked] + i, 0, 2);
         });
         for (int i = 0; i < NQ; i++) partial[q + i] = soften(p + i * KEYS, from[q + i], to[q + i], 0.0f);
         float* at = out + (int64_t)q * ld;
