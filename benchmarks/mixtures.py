@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "none": {}, "switch": {"balance": "switch"}, "switch 0.1": {"balance": "switch", "weight": 0.1},
     "sequence": {"balance": "sequence", "weight": 0.01}, "bias": {"balance": "bias", "speed": 0.003}}
 TRIED = {"whole": ("none", "switch", "sequence"), "corrected": ("none", "bias"), "half": ("none", "switch 0.1")}
-CHOICES = ("score", "count", "random")
+CHOICES = ("score", "random", "count")
 
 
 def wikitext(a: Any, work: Path, healing: bool = False) -> dict[str, Any]:
