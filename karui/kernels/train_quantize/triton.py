@@ -381,8 +381,8 @@ def offline_cases() -> list[Case]:
                       "TK": 64, "stride_k": 1}, {cc: r"(atom|red)\.global[._a-z]*max" for cc in WIDE_LOADS},
                       quick=(90,)))  # fmt: skip
     scales = {"amax_ptr": "*i32", "encode_ptr": "*fp32", "decode_ptr": "*fp32", "size": "i32"}
-    given = {"MAX": 448.0, "COMPAT": 0, "POW2": False, "GIVEN": False, "BLOCK": 256}
-    cases.append(Case("train_quantize scales", _given, scales, given,
+    cases.append(Case("train_quantize scales", _given, scales,
+                      {"MAX": 448.0, "COMPAT": 0, "POW2": False, "GIVEN": False, "BLOCK": 256},
                       {cc: r"div\.rn\.f32" for cc in WIDE_LOADS}, odd=("size",), quick=()))  # fmt: skip
     cases.append(Case("train_quantize global scale", _global, {"amax_ptr": "*i32", "out_ptr": "*fp32"}, {},
                       {cc: r"div\.rn\.f32" for cc in WIDE_LOADS}, quick=()))  # fmt: skip
