@@ -175,7 +175,6 @@ def test_a_teachers_cache_is_filled_on_the_device(monkeypatch):
     moved = []
     made = SimpleNamespace(section=SimpleNamespace(cache="auto"), shared=None, use_cache=lambda cache: moved.append(cache),
                            _teacher=[SimpleNamespace(to=lambda device: f"teacher on {device}")])
-    monkeypatch.setattr(distil, "Distil", lambda *a: made)
     monkeypatch.setattr(distil, "fill_cache", lambda section, samples, teacher, tokenizer, shared: teacher)
-    distil.make(SimpleNamespace(stages=[], recipe=None, model=None, tokenizer=None, samples=None))
+    distil.make(SimpleNamespace(stages=[], recipe=None, model=None, tokenizer=None, samples=None), lambda *a: made)
     assert moved == ["teacher on cpu"] or torch.cuda.is_available()
