@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 BIASES = ("e_score_correction_bias", "expert_bias")
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # of experts, in configurations
 Routed = tuple[torch.Tensor, torch.Tensor]  # logits [T, E], with their gradient, and indices [T, k]
 
 

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import group_sizes
 from karui.qat.calibration import Block, HiddenStates, block_arguments, check_rows, decoder_of
 from karui.qat.experts import left_alone, unfuse
-from karui.qat.gptq import pruned
 from karui.qat.methods import Method, method
 from karui.qat.store import Store, fingerprint
 from karui.qat.types import LayerReport, MethodConfig, Options, QuantizedModel
@@ -75,9 +74,8 @@ def quantize_loaded(
     if hasattr(module, "prepare_model"):  # methods that fold something into the whole model first
         notes = module.prepare_model(model, config, method_config, seed)
     specs = choose(layers, prefix, spec, options.targets, options.skip, options.overrides)
-    if not chosen.keeps_zeros and (sparse := [n for n in specs if pruned(model.get_parameter(n)) is not None]):
-        log.warning("%d weights are pruned, first %s, and %s fills their zeros; gptq, awq and rtn keep them", len(sparse),
-                    sparse[0], chosen.name)
+    if not chosen.keeps_zeros:
+        _warn_of_zeros(model, specs, chosen.name)
     rows = _check_rows(rows, chosen, model, specs, layers, prefix)
     facts = {
         "method": chosen.name, "settings": method_config.model_dump(), "spec": str(spec), "seed": seed, "batch": batch,
@@ -280,6 +278,14 @@ def choose(
                 f"{', '.join(map(str, group_sizes(width)))}. Choose another spec or skip this layer."
             )
     return {f"{n}.weight": s for n, s in chosen.items()}
+
+
+def _warn_of_zeros(model: nn.Module, names: Iterable[str], method_name: str) -> None:
+    from karui.qat.gptq import pruned
+
+    if sparse := [n for n in names if pruned(model.get_parameter(n)) is not None]:
+        log.warning("%d weights are pruned, first %s, and %s fills their zeros; gptq, awq and rtn keep them", len(sparse),
+                    sparse[0], method_name)
 
 
 def _check_rows(

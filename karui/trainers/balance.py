@@ -20,8 +20,8 @@ from torch import nn
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.recipe import MoeSection, Recipe
 from karui.distill import balance
-from karui.distill.routers import Routed, Router, bias_of, find_routers, hooks
-from karui.trainers.data import IGNORE, PackedBatch
+from karui.distill.routers import COUNTS, Routed, Router, bias_of, find_routers, hooks
+from karui.trainers.data import PackedBatch, documents_of_tokens
 from karui.trainers.sharding import split_like, whole
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from karui.trainers.model import LossSum
 
 _SUMS = ("load", "share", "entropy", "tokens", "sequence", "z")
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 class Routers:
@@ -178,10 +177,8 @@ def counted_tokens(batch: PackedBatch) -> int:
 
 def _documents(cu_seqlens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[T] each token's document, and whether that carries loss."""
-    sizes = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    documents = torch.repeat_interleave(torch.arange(len(sizes), device=targets.device), sizes.to(targets.device))
-    marked = torch.zeros(len(sizes), dtype=torch.long, device=targets.device).index_add_(0, documents, (targets != IGNORE).long())
-    return documents, marked[documents] > 0
+    documents, _, supervised = documents_of_tokens(cu_seqlens, targets)
+    return documents, supervised[documents] > 0
 
 
 def check(recipe: Recipe, config: Any) -> None:
@@ -198,7 +195,7 @@ def check(recipe: Recipe, config: Any) -> None:
 
     what = f"moe.balance is {section.balance}" if section.balance != "none" else f"moe.z_loss is {section.z_loss:g}"
     text = config.get_text_config()
-    if not any(isinstance(n := getattr(text, key, None), int) and n > 1 for key in _COUNTS):
+    if not any(isinstance(n := getattr(text, key, None), int) and n > 1 for key in COUNTS):
         raise KaruiError(f"{what}, and a model of type {config.model_type} has no mixture of experts; leave moe: out, or make "
                          "one with a step upcycle-moe in prepare:.")
     if step := next((s for s in recipe.prepare if stage_class(s).is_adapter), None):

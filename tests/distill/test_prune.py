@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.distill.prune import sparsegpt, wanda
-from karui.distill.prune.experts import prune_experts, router_mass, router_use
+from karui.distill.prune.experts import prune_experts, router_use
 from karui.distill.prune.layers import block_influence, drop_layers, keep_layers
 from karui.distill.prune.sparse import METHODS, prune_sparse, read_pattern
 from karui.distill.prune.width import importance, prune_width
@@ -269,7 +269,7 @@ def test_fewer_experts_are_a_model_folder(tmp_path):
 
 def test_the_most_used_experts_are_kept():
     model = moe()
-    mass = router_mass(model, rows())
+    mass = {name: mass for name, (mass, _) in router_use(model, rows()).items()}
     sizes = [layer.mlp.experts.down_proj.detach().flatten(1).norm(dim=1).double() for layer in model.model.layers]
     wanted = [sorted((-(mass[f"model.layers.{i}.mlp"] * sizes[i])).argsort()[:3].tolist()) for i in range(2)]
     old = [layer.mlp.experts.down_proj.detach().clone() for layer in model.model.layers]

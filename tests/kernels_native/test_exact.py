@@ -76,11 +76,9 @@ def test_sliding_windows(setting):
     assert torch.equal(run(runner, ids, [1, 100, *range(190, 200)], list(range(20, 33))), whole)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("past", (20, 62, 126, 130))
-def test_a_tree_path_has_the_bits_of_plain_decoding(setting, past):
-    """Also where the tree's own rows straddle a chunk of 64 keys; then the accepted path is compacted and decoding goes on."""
-    runner = make(*setting)
+def assert_a_tree_path_has_the_bits(make, run, past):
+    """A path of a drafted tree behind `past` tokens, and what follows it when it is compacted, has the bits of plain decoding."""
+    runner = make()
     ids, blocks = torch.randint(0, 199, (past,)).tolist(), list(range(12))
     parents = [-1, -1, 0, 1, 1, 2, 4]
     draft = torch.randint(0, 199, (7,)).tolist()
@@ -97,9 +95,16 @@ def test_a_tree_path_has_the_bits_of_plain_decoding(setting, past):
     taken = [draft[i] for i in path]
     runner.copy_slots(torch.tensor([past + i for i in path]), torch.tensor([past, past + 1, past + 2]))
     after = runner.forward(batch_of(([9], past + 3, blocks), block_size=16)).logits
-    plain = run(make(*setting), ids + taken + [9], [past, past + 1, past + 2, past + 3], blocks)
+    plain = run(make(), ids + taken + [9], [past, past + 1, past + 2, past + 3], blocks)
     assert torch.equal(tree[path], plain[past:past + 3])
     assert torch.equal(after, plain[past + 3:])
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("past", (20, 62, 126, 130))
+def test_a_tree_path_has_the_bits_of_plain_decoding(setting, past):
+    """Also where the tree's own rows straddle a chunk of 64 keys; then the accepted path is compacted and decoding goes on."""
+    assert_a_tree_path_has_the_bits(lambda: make(*setting), run, past)
 
 
 def test_copied_slots_continue_like_the_original():

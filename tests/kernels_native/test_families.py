@@ -35,16 +35,20 @@ def logits(runner, ids, adapter=-1):
     return runner.forward(step).logits
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_logits_equal_transformers(name):
-    model, config, weights = made(name)
-    runner = NativeRunner(config, weights, threads=2, activation_bits=16)
+def assert_logits_equal(model, runner):
+    """Of 100 tokens in chunks of several sizes, over blocks in any order, those of the transformers model."""
     runner.allocate(40, 4, "float32")
     ids, blocks = torch.randint(3, 199, (100,)).tolist(), torch.randperm(39)[:25].add(1).tolist()
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     got = [runner.forward(batch_of((ids[a:b], a, blocks))).logits for a, b in ((0, 17), (17, 18), (18, 41), (41, 99), (99, 100))]
     assert (torch.cat(got) - want).abs().max() < 1e-4 * max(1, want.abs().max())
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_logits_equal_transformers(name):
+    model, config, weights = made(name)
+    assert_logits_equal(model, NativeRunner(config, weights, threads=2, activation_bits=16))
 
 
 @pytest.mark.parametrize("isa", isas())

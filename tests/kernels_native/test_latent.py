@@ -22,6 +22,8 @@ from karui.kernels.quantize import quantize
 from tests.inference.conftest import assert_bits_do_not_depend_on_the_way
 from tests.inference.test_decoder import batch_of
 from tests.inference.test_latent import CASES, made
+from tests.kernels_native.test_exact import assert_a_tree_path_has_the_bits
+from tests.kernels_native.test_families import assert_logits_equal
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler")
 DENSE = [name for name in CASES if not name.startswith(("v32", "glm"))]
@@ -58,13 +60,7 @@ def make(isa, spec, bits, kv, threads=2, case="v3-yarn", **changes):
 def test_logits_equal_transformers(case, isa, changes):
     """Also where neither the latent nor a head's parts fill registers, and heads do not fill a tile."""
     model, config, weights = made(case, **{**changes, **({"v_head_dim": 28} if case == "v3-wide-values" else {})})
-    runner = NativeRunner(config, weights, threads=2, activation_bits=16, isa=isa)
-    runner.allocate(40, 4, "float32")
-    ids, blocks = torch.randint(3, 199, (100,)).tolist(), torch.randperm(39)[:25].add(1).tolist()
-    with torch.no_grad():
-        want = model(torch.tensor([ids])).logits[0]
-    got = [runner.forward(batch_of((ids[a:b], a, blocks))).logits for a, b in ((0, 17), (17, 18), (18, 41), (41, 99), (99, 100))]
-    assert (torch.cat(got) - want).abs().max() < 1e-4 * max(1, want.abs().max())
+    assert_logits_equal(model, NativeRunner(config, weights, threads=2, activation_bits=16, isa=isa))
 
 
 @pytest.mark.parametrize("spec", ["w4g16", "w8", "w3g16", "w1.58", "w4g16a", "w6g16a", "w8t", "w8a8", "mxfp4", "nvfp4", "nf4", "nf4dq", "fp8"])
@@ -149,21 +145,7 @@ def test_chunks_threads_batches_and_layout(setting, changes):
 @pytest.mark.parametrize("past", (20, 62, 126))
 def test_a_tree_path_has_the_bits_of_plain_decoding(setting, past):
     """Also where the tree's own rows straddle a chunk of 64 keys; then the accepted path is compacted and decoding goes on."""
-    runner = make(*setting, case="v3")
-    ids, blocks = torch.randint(0, 199, (past,)).tolist(), list(range(12))
-    parents, draft = [-1, -1, 0, 1, 1, 2, 4], torch.randint(0, 199, (7,)).tolist()
-    mask = torch.eye(7, dtype=torch.bool)
-    for i, p in enumerate(parents):
-        if p >= 0:
-            mask[i] |= mask[p]
-    run(runner, ids, [], blocks)
-    step = batch_of((draft, past, blocks), block_size=16)
-    step.positions, step.tree_masks = (past - 1 + mask.sum(1)).to(torch.int32), [mask]
-    tree, path = runner.forward(step).logits, [1, 4, 6]
-    runner.copy_slots(torch.tensor([past + i for i in path]), torch.tensor([past, past + 1, past + 2]))
-    after = runner.forward(batch_of(([9], past + 3, blocks), block_size=16)).logits
-    plain = run(make(*setting, case="v3"), [*ids, *(draft[i] for i in path), 9], [past, past + 1, past + 2, past + 3], blocks)
-    assert torch.equal(tree[path], plain[past:past + 3]) and torch.equal(after, plain[past + 3:])
+    assert_a_tree_path_has_the_bits(lambda: make(*setting, case="v3"), run, past)
 
 
 @pytest.mark.parametrize("kv", ["float32", "float16", "int8"])

@@ -20,9 +20,7 @@ from torch import nn
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.distill.balance import counts
 from karui.distill.prune import Pruned, decoder, forward
-from karui.distill.routers import Routed, bias_of, find_routers, watching
-
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+from karui.distill.routers import COUNTS, Routed, bias_of, find_routers, watching
 
 
 def prune_experts(model: nn.Module, rows: Sequence[torch.Tensor], keep: int, by: Literal["score", "count", "random"] = "score",
@@ -70,7 +68,7 @@ def keep_experts(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
             bias = getattr(*held)
             bias.data = bias.data[..., chosen].contiguous()
         for owner in (block, block.gate, block.experts, config):
-            for key in ("num_experts", *_COUNTS):
+            for key in COUNTS:
                 if isinstance(getattr(owner, key, None), int):
                     setattr(owner, key, keep)
 
@@ -87,14 +85,9 @@ def mixtures(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def router_mass(model: nn.Module, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Per mixture block [E]: the router's scores (probabilities, or sigmoids) of the chosen experts, added up over tokens."""
-    return {name: mass for name, (mass, _) in router_use(model, rows).items()}
-
-
-@torch.no_grad()
 def router_use(model: nn.Module, rows: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Per mixture block: `router_mass`, and [E] how many tokens were sent to each expert; float64, on the host.
+    """Per mixture block two [E] in float64 on the host: the router's scores (probabilities, or sigmoids) of the chosen experts,
+    added up over tokens, and how many tokens were sent to each.
 
     Raises:
         UnsupportedError: routers of a kind that is not known.

@@ -157,3 +157,10 @@ class PackedBatch:
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True)
                  for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
         return replace(self, **moved)
+
+
+def documents_of_tokens(cu_seqlens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a row's documents: [T] each token's, from 0, and [D] int64 how many tokens and how many supervised ones each has."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long().to(targets.device)
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=targets.device), lengths)
+    return document, lengths, torch.zeros_like(lengths).index_add_(0, document, (targets != IGNORE).long())

@@ -17,7 +17,7 @@ import torch
 
 from karui.configs.errors import KaruiError
 from karui.configs.objectives import IndexerSection
-from karui.trainers.data import IGNORE
+from karui.trainers.data import IGNORE, documents_of_tokens
 from karui.trainers.model import LossSum
 from karui.trainers.objectives.distil import Distil
 from karui.trainers.sparse import Indexing, indexers
@@ -100,9 +100,7 @@ class IndexedDistil(Indexed, Distil):
 
 def _weights(cu_seqlens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """[T]: each document's supervised tokens, spread over all of its tokens."""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    document = torch.repeat_interleave(torch.arange(len(lengths), device=targets.device), lengths)
-    supervised = torch.zeros(len(lengths), device=targets.device).index_add_(0, document, (targets != IGNORE).float())
+    document, lengths, supervised = documents_of_tokens(cu_seqlens, targets)
     return (supervised / lengths.clamp_min(1))[document]
 
 

@@ -27,7 +27,6 @@ from karui.configs.steps import (
     VeraStep,
     WindowStep,
 )  # fmt: skip
-from karui.trainers import balance
 from karui.trainers.stages.base import Context, Stage
 
 _STAGES: dict[type[Section], str] = {
@@ -63,6 +62,8 @@ def planned(recipe: Recipe, config: Any) -> tuple[Any, list[str]]:
     Raises:
         KaruiError: a step that this model cannot have.
     """
+    from karui.trainers.balance import check
+
     lines: list[str] = []
     for step in recipe.prepare:
         config, told = stage_class(step).plan(step, recipe, config)
@@ -70,7 +71,7 @@ def planned(recipe: Recipe, config: Any) -> tuple[Any, list[str]]:
     if getattr(recipe.objective, "indexer", None) is not None and not hasattr(config, "index_topk"):
         raise KaruiError(f"objective.indexer: a model of type {config.model_type!r} has no indexer; add "
                          "{method: sparse-attention} to prepare.")
-    balance.check(recipe, config)
+    check(recipe, config)
     return config, lines
 
 
