@@ -11,10 +11,8 @@ thread; steps run one at a time, in whichever thread calls `step`, `generate`, `
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
-import math
 import os
 import threading
 import time
@@ -30,7 +28,8 @@ import torch
 from karui.configs.errors import KaruiError, UnsupportedError, nearest
 from karui.inference import handoff
 from karui.inference import memory as kv_memory
-from karui.inference.batch import Ahead, Runner, StepBatch, StepOutput
+from karui.inference.assemble import Assembler, ints
+from karui.inference.batch import Ahead, Runner, StepOutput
 from karui.inference.beam import BeamSearch, Branch
 from karui.inference.cache.kv import default_block_size
 from karui.inference.cache.pool import BlockPool
@@ -42,7 +41,8 @@ from karui.inference.models.decoder import TorchRunner
 from karui.inference.models.rope import context_limit
 from karui.inference.models.weights import Weights, expected_shapes
 from karui.inference.requests import GREEDY, Delta, FinishReason, Output, Request, SamplingParams, TokenLogprob
-from karui.inference.sampling import logprobs_of, sample, sample_on_device, sample_rows
+from karui.inference.rows import Rows
+from karui.inference.sampling import logprobs_of, sample
 from karui.inference.scheduler import Plan, Scheduler, Work
 from karui.inference.scheduler import Sequence as Tokens
 from karui.inference.speculate import Speculation, rows_of
@@ -147,7 +147,7 @@ class Engine:
         self._deltas: list[tuple[Group, Delta]] = []
         self._lock = threading.RLock()
         self._arrivals, self._names, self._loads = itertools.count(), itertools.count(), itertools.count()
-        self._rows = np.zeros((2 + len(groups), max_tokens_per_step), dtype=np.int32)  # tokens, positions, slots of the step
+        self._assembler = Assembler(self.scheduler, len(groups), self._adapter)
         # torch's OpenMP threads spin between the native runner's calls and double its step time.
         self._one_thread = not isinstance(runner, TorchRunner)
         self._dense_weight = dense_weight
@@ -414,7 +414,7 @@ class Engine:
         try:
             if alone and self._run_ahead(plan, alone, ahead):
                 return
-            output = self.runner.forward(self._batch(plan))
+            output = self.runner.forward(self._assembler.batch(plan, self.speculation))
         except Exception as error:
             self._failed(plan, error)
             return
@@ -505,60 +505,9 @@ class Engine:
             if group is not None:
                 self._end_group(group, "abort", None)
 
-    def _batch(self, plan: Plan) -> StepBatch:
-        """The step for the runner."""
-        size, tables = self.pool.block_size, self.scheduler.tables
-        tokens, positions, slots = self._rows[0], self._rows[1], self._rows[2:]
-        starts, contexts, rows, adapters, masks = [0], [], [], [], []
-        states: list[tuple[int, int, int, int]] = []
-        wanted: list[int] = []
-        at = 0
-        for work in plan.works:
-            s, count, first = work.sequence, work.count, work.sequence.num_computed
-            mask = None
-            if count == 1:
-                tokens[at], positions[at] = s.tokens[first], first
-                for group, own in enumerate(s.blocks):
-                    slots[group, at] = own[first // size] * size + first % size
-                at += 1
-                if work.drafted:
-                    n, tree = len(s.draft), s.draft.tree()
-                    index = np.arange(first + 1, first + 1 + n, dtype=np.int32)
-                    tokens[at:at + n] = s.draft.tokens
-                    slots[:, at:at + n] = tables[:, s.table_row, index // size] * size + index % size
-                    positions[at:at + n] = np.asarray(tree.depths[1:], dtype=np.int32) + first
-                    mask = None if s.draft.parents is None else tree.mask
-                    at, count = at + n, 1 + n
-            else:
-                index = np.arange(first, first + count, dtype=np.int32)
-                tokens[at:at + count], positions[at:at + count] = s.tokens[first:first + count], index
-                slots[:, at:at + count] = tables[:, s.table_row, index // size] * size + index % size
-                at += count
-            if s.writes:
-                states += _state_runs(s, at - count)
-            if s.recompute or work.drafted:
-                wanted += range(at - count, at)
-            elif first + count == len(s.tokens):
-                wanted.append(at - 1)
-            starts.append(at)
-            contexts.append(first + count)
-            rows.append(s.table_row)
-            masks.append(mask)
-            adapters.append(self._adapter(s))
-        seen = [torch.from_numpy(table[rows, :-(-max(contexts) // size)]) for table in tables]
-        return StepBatch(
-            torch.from_numpy(tokens[:at]), torch.from_numpy(positions[:at]), torch.from_numpy(slots[0, :at]), _ints(starts),
-            _ints(contexts), seen[0], _ints(wanted),
-            others=[(torch.from_numpy(to[:at]), table) for to, table in zip(slots[1:], seen[1:])],
-            tree_masks=masks if any(m is not None for m in masks) else None,
-            adapters=_ints(adapters) if max(adapters) >= 0 else None,
-            states=_ints(states) if states else None,
-            want_hidden=self.speculation is not None and self.speculation.needs_hidden,
-            aux_layers=() if self.speculation is None else self.speculation.aux_layers)
-
     def _settle(self, plan: Plan, output: StepOutput) -> list[tuple[int, int]]:
         """Draw, verify and emit for every sequence of the step. Returns (depth, accepted) of each draft."""
-        rows = _Rows(output)
+        rows = Rows(output)
         self._draw(plan, rows)
         at = row = 0  # row of the step, row of the logits
         verdicts: list[tuple[int, int]] = []
@@ -593,7 +542,7 @@ class Engine:
         self._copy(moves)
         return verdicts
 
-    def _draw(self, plan: Plan, rows: _Rows) -> None:
+    def _draw(self, plan: Plan, rows: Rows) -> None:
         """Draw the tokens of all plainly sampled rows at once: one by one they would cost more than the step of a small model."""
         row, found, draws = 0, [], []
         for work in plan.works:
@@ -610,7 +559,7 @@ class Engine:
         if found:
             rows.draw(found, draws)
 
-    def _settle_row(self, live: Live, rows: _Rows, row: int) -> list[int]:
+    def _settle_row(self, live: Live, rows: Rows, row: int) -> list[int]:
         """The next token of one continuation; more continuations or beams where the request wants them."""
         s, params, group = live.sequence, live.params, live.group
         if rows.bad(row):
@@ -643,7 +592,7 @@ class Engine:
             first = first if sibling is not live else token
         return [first]
 
-    def _settle_draft(self, work: Work, live: Live, rows: _Rows, row: int, at: int,
+    def _settle_draft(self, work: Work, live: Live, rows: Rows, row: int, at: int,
                       moves: list[tuple[int, int]]) -> tuple[int, int]:
         """Verify a draft: keep the accepted path's keys, emit its tokens and one of the target's own."""
         s, draft, speculation, size = work.sequence, work.sequence.draft, self.speculation, self.pool.block_size
@@ -849,7 +798,7 @@ class Engine:
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:
             source, target = zip(*pairs, strict=True)
-            self.runner.copy_slots(_ints(source), _ints(target))
+            self.runner.copy_slots(ints(source), ints(target))
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
@@ -882,69 +831,6 @@ class Engine:
                              "so it can never fit. Lower max_tokens or raise memory.")
 
 
-class _Rows:
-    """The logits of a step: every row's argmax at once, single rows on demand. From a GPU nothing is fetched unasked, for each
-    look makes the host wait."""
-
-    def __init__(self, output: StepOutput) -> None:
-        self.output = output
-        self.drawn: dict[int, tuple[int, float]] = {}
-        self.logprobs: dict[int, TokenLogprob] = {}
-
-    @functools.cached_property
-    def best(self) -> list[int]:
-        """Each row's argmax, -1 for rows that are not numbers."""
-        logits = self.output.logits
-        if self.on_gpu:
-            top = logits.max(-1)
-            found: list[int] = top.indices.where(~top.values.isnan(), -1).tolist()
-            return found
-        array = logits.numpy()
-        best = array.argmax(-1)  # the first NaN where there is one
-        return np.where(np.isnan(array[np.arange(len(best)), best]), -1, best).tolist()
-
-    def bad(self, row: int) -> bool:
-        """Whether a row's logits are not numbers; one that was drawn on the GPU is known by its logprob."""
-        known = self.logprobs.get(row)
-        return self.best[row] < 0 if known is None else math.isnan(known.raw)
-
-    def numpy(self, row: int) -> np.ndarray:
-        return self.output.logits[row].cpu().numpy()
-
-    def draw(self, rows: list[int], draws: list[tuple[SamplingParams, int, int]]) -> None:
-        """Draw a token for each of `rows`; on a GPU there, where no alternatives are wanted beside it."""
-        there = [i for i, (params, _, _) in enumerate(draws) if self.on_gpu and not params.logprobs]
-        if there:
-            wanted, logits = [rows[i] for i in there], self.output.logits
-            found = sample_on_device(logits if wanted == list(range(len(logits))) else logits[wanted], [draws[i] for i in there])
-            self.drawn = {rows[i]: (token, chance) for i, (token, chance, _) in zip(there, found, strict=True)}
-            self.logprobs = {rows[i]: logprob for i, (_, _, logprob) in zip(there, found, strict=True)}
-        rest = {row: draw for row, draw in zip(rows, draws, strict=True) if row not in self.drawn}
-        if rest:
-            self.drawn |= dict(zip(rest, sample_rows(self.take(list(rest)), list(rest.values())), strict=True))
-
-    def take(self, rows: list[int]) -> np.ndarray:
-        if self.on_gpu:
-            return self.output.logits[rows].cpu().numpy()
-        return self.output.logits.numpy()[rows if len(rows) < len(self.output.logits) else slice(None)]
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.output.logits.is_cuda
-
-    def many(self, rows: slice) -> np.ndarray:
-        return self.output.logits[rows].cpu().numpy()
-
-
-def _state_runs(s: Tokens, row: int) -> list[tuple[int, int, int, int]]:
-    """(first row, row after the last, page read, page written) of a sequence's runs in the step; its rows begin at `row`."""
-    runs, done, page = [], 0, s.state
-    for end, target in s.writes:
-        runs.append((row + done, row + end, page, target))
-        done, page = end, target
-    return runs
-
-
 def _gain(rounds: int, drafts: dict[str, Any] | None) -> int:
     """Tokens with which a sequence ends a call of so many rounds."""
     return rounds * (2 if drafts else 1)
@@ -954,7 +840,3 @@ def _forget_drafts(s: Tokens) -> None:
     proposer = getattr(s.owner, "proposer", None)
     if proposer is not None:
         proposer.reset()
-
-
-def _ints(values: Sequence[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.int32))

@@ -20,7 +20,7 @@ from karui.inference.speculative.verify import Verdict, typical_acceptance, veri
 if TYPE_CHECKING:
     import torch
 
-    from karui.inference.engine import Live
+    from karui.inference.live import Live
 
 
 class Speculation:

@@ -315,10 +315,10 @@ def test_sampling_limits(wrong):
 
 def test_drawing_where_the_logits_are(monkeypatch):
     """As on a GPU: rows are drawn by `kernels.sampling`, each by its own seed and place; with alternatives, by the plain sampler."""
-    from karui.inference import engine as module
+    from karui.inference.rows import Rows
 
     plain = engine_of()[1]
-    monkeypatch.setattr(module._Rows, "on_gpu", True)
+    monkeypatch.setattr(Rows, "on_gpu", True)
     _, engine = engine_of(max_sequences=3)
     texts = prompts(5)
     hot = [SamplingParams(max_tokens=9, temperature=1.3, top_k=40, top_p=0.9, seed=i) for i in range(5)]
@@ -329,16 +329,16 @@ def test_drawing_where_the_logits_are(monkeypatch):
     # one candidate leaves nothing to draw; forks and logprobs keep working beside
     narrow = SamplingParams(max_tokens=6, temperature=1.0, top_k=1, n=2)
     out = engine.generate([texts[0]], narrow)[0]
-    monkeypatch.setattr(module._Rows, "on_gpu", False)
+    monkeypatch.setattr(Rows, "on_gpu", False)
     want = plain.generate([texts[0]], SamplingParams(max_tokens=6))[0].token_ids
     assert [c.token_ids for c in out.completions] == [want, want]
-    monkeypatch.setattr(module._Rows, "on_gpu", True)
+    monkeypatch.setattr(Rows, "on_gpu", True)
     logged = SamplingParams(max_tokens=6, temperature=1.0, seed=4, logprobs=2)
     got = engine.generate([texts[1]], logged)[0].completions[0]
-    monkeypatch.setattr(module._Rows, "on_gpu", False)
+    monkeypatch.setattr(Rows, "on_gpu", False)
     assert got.token_ids == plain.generate([texts[1]], logged)[0].token_ids and len(got.logprobs) == 6
     # without alternatives the token's own two logprobs come from the GPU as well
-    monkeypatch.setattr(module._Rows, "on_gpu", True)
+    monkeypatch.setattr(Rows, "on_gpu", True)
     cut = SamplingParams(max_tokens=6, temperature=0.7, top_k=30, seed=4, logprobs=0)
     got = engine.generate([texts[1]], cut)[0].completions[0]
     score = engine.score([[*texts[1], *got.token_ids]])[0][-6:]
