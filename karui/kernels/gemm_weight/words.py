@@ -159,15 +159,18 @@ def _values(words, near, BITS: tl.constexpr, FORM: tl.constexpr, MIDDLE: tl.cons
                 _value(words, 10, near, 2, FORM, MIDDLE, ZERO), _value(words, 11, near, 2, FORM, MIDDLE, ZERO),
                 _value(words, 12, near, 2, FORM, MIDDLE, ZERO), _value(words, 13, near, 2, FORM, MIDDLE, ZERO),
                 _value(words, 14, near, 2, FORM, MIDDLE, ZERO), _value(words, 15, near, 2, FORM, MIDDLE, ZERO))  # fmt: skip
+    # one `return` for each kind: Triton 3.6 takes those behind another one for this call's too, and they differ
     if FORM == 1:
         return tl.inline_asm_elementwise(_NF4, _OUT8, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
-    if FORM > 1:
+    elif FORM > 1:
         return tl.inline_asm_elementwise(_E2M1, _OUT8, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
-    if BITS == 4:
+    elif BITS == 4:
         return tl.inline_asm_elementwise(_INT4 if ZERO else _INT4_CENTRED, _OUT8, [words], dtype=(tl.bfloat16,) * 8, is_pure=True,
                                          pack=2)  # fmt: skip
-    centred: tl.constexpr = _TERNARY if MIDDLE == 1 else _INT2_CENTRED
-    return tl.inline_asm_elementwise(_INT2 if ZERO else centred, _OUT16, [words], dtype=(tl.bfloat16,) * 16, is_pure=True, pack=2)
+    else:
+        centred: tl.constexpr = _TERNARY if MIDDLE == 1 else _INT2_CENTRED
+        return tl.inline_asm_elementwise(_INT2 if ZERO else centred, _OUT16, [words], dtype=(tl.bfloat16,) * 16, is_pure=True,
+                                         pack=2)  # fmt: skip
 
 
 @triton.jit

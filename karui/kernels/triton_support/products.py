@@ -11,10 +11,11 @@ import triton.language as tl
 from karui.kernels.triton_support import interpreting
 
 _INTERPRETED = tl.constexpr(interpreting())
+_TF32 = tl.constexpr("tf32")  # Triton 3.6 takes a default that is a string for no compile-time value
 
 
 @triton.jit
-def dot(a, b, acc, precision: tl.constexpr = "tf32"):
+def dot(a, b, acc, precision: tl.constexpr = _TF32):
     """acc + a @ b, accumulated in fp32 (int32 for int8); `precision` is fp32 operands' on a GPU."""
     if _INTERPRETED:
         if a.dtype == tl.bfloat16:
