@@ -18,7 +18,7 @@ def document_attention(
     same = document[:, None] == document[None, :]
     seen = (same | (document[None, :] == 0) if shared else same) & (at[None, :] <= at[:, None])
     if window is not None:  # a document's rows follow on from the shared beginning as if it stood right before them
-        start = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])[document]
+        start = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])[document]
         place = at - start + torch.where(document > 0, lengths[0] if shared else 0, 0)
         seen &= place[None, :] > place[:, None] - window
     group = q.shape[1] // k.shape[1]
