@@ -14,6 +14,7 @@ from karui.inference.requests import Request, SamplingParams
 from karui.kernels.quantize import quantize
 from tests.inference import test_latent as latent
 from tests.inference.conftest import tiny
+from tests.processes import called
 
 RUNNERS = {"tensor": TensorParallelRunner, "pipeline": PipelineRunner}
 # kind of model, the grid of its linears, who serves it on ranks
@@ -73,7 +74,7 @@ def _rank(rank, folder):
 
 
 def test_a_model_on_two_ranks_answers_as_on_one(tmp_path):
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    called(_rank, str(tmp_path))
     ours, theirs = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     for (case, name), (tokens, free, blocks, held) in ours.items():
         runner = TorchRunner(*model_of(case))

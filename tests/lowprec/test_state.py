@@ -12,6 +12,7 @@ from karui.configs import KaruiError
 from karui.lowprec import LowPrecision, LowPrecisionState, Precision, Switch
 from karui.lowprec.precision import RECIPES
 from tests.lowprec.conftest import Tiny
+from tests.processes import called
 
 
 def trainer(model, precision):
@@ -267,7 +268,7 @@ def _sharded_rank(rank, world, port, folder):
 
 @pytest.mark.slow
 def test_amax_state_resumes_exactly_under_fsdp2(tmp_path):
-    torch.multiprocessing.spawn(_sharded_rank, args=(2, _port(), str(tmp_path)), nprocs=2)
+    called(_sharded_rank, 2, _port(), str(tmp_path))
     a, b = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
     for rank in (a, b):
         assert torch.equal(rank["whole"], rank["parts"]) and rank["whole"][0] > 0.1 and rank["sharded"]
@@ -276,7 +277,7 @@ def test_amax_state_resumes_exactly_under_fsdp2(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_scale_alike_and_skip_together(tmp_path):
-    torch.multiprocessing.spawn(_rank, args=(2, _port(), str(tmp_path)), nprocs=2)
+    called(_rank, 2, _port(), str(tmp_path))
     a, b = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
     assert torch.equal(a["scale"], b["scale"]) and a["scale"].all()
     assert torch.equal(a["weight"], b["weight"]) and torch.isfinite(a["weight"]).all()

@@ -19,6 +19,7 @@ from karui.inference.requests import Request, SamplingParams
 from karui.inference.server.loop import EngineLoop
 from karui.inference.server.ranks import LeadingEngine, control_group, follow
 from tests.inference.conftest import tiny
+from tests.processes import called
 
 PROMPTS = [[5, 6, 7], list(range(30)), [9] * 12, [3, 1]]
 PARAMS = [SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(max_tokens=9, temperature=0.9, seed=4, ignore_eos=True),
@@ -99,7 +100,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_serve_as_one(tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    called(_rank, str(tmp_path))
     _, config, weights = tiny("llama")
     expected = json.loads(json.dumps(asked(made(TorchRunner(config, weights)))))
     for kind in ("TensorParallelRunner", "PipelineRunner"):

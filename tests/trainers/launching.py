@@ -1,17 +1,17 @@
-"""Runs in several ranks, as torchrun starts them; many runs in one launch, because starting processes takes longer than training."""
+"""Runs in several ranks; many runs in one launch, because starting processes takes longer than training."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 from safetensors.torch import load_file
 
 from karui.trainers.loop import read_log
+from tests.processes import ROOT, ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIM = {"lr": 5e-3, "batch": 6, "steps": 4, "micro_tokens": 64}
 PREPARE = {
     "full": [],
@@ -36,14 +36,16 @@ def job(recipe, *, resume=False):
     return {"recipe": recipe.dump(), "resume": resume}
 
 
-def launch(folder, jobs, *, processes=2, before="", env=None, timeout=900):
-    """The finished process; `before` is code that every rank runs first."""
+def launch(folder, jobs, *, processes=2, before="", env=None, torchrun=False, **limits) -> SimpleNamespace | subprocess.CompletedProcess:
+    """The finished ranks; `before` is code that every rank runs first. Started by torchrun where its part is what is tested."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     (folder / "launch.py").write_text(SCRIPT.format(before=before))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
-               str(folder / "launch.py"), str(folder / "jobs.json")]
+    given = [str(folder / "launch.py"), str(folder / "jobs.json")]
+    if not torchrun:
+        return ranks(*given, processes=processes, env=env, **limits)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), *given]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, capture_output=True,
-                          text=True, timeout=timeout, check=False)
+                          text=True, timeout=900, check=False)
 
 
 def losses(folder):

@@ -1,7 +1,6 @@
 """Behavioural: the trainer's contracts for every kind of adapter: the same gradient for every cut, isolation, exact resume."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ from karui.configs.errors import UnsupportedError
 from karui.trainers.data import collate, isolation_probe, prove_isolation
 from karui.trainers.model import LossSum
 from karui.trainers.run import prepare, run_recipe
-from tests.trainers.test_invariance import RANK, gradients, launch, same
+from tests.processes import ranks
+from tests.trainers.test_invariance import RANK, gradients, same
 from tests.trainers.test_run import spawn, steps_of, wait_for_step, weights
 
 KINDS = {
@@ -45,7 +45,7 @@ def test_the_gradient_of_two_ranks_is_that_of_one(kind, make_recipe, tmp_path):
     one, _ = gradients(recipe)
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.dump()))
     (tmp_path / "rank.py").write_text(RANK)
-    done = launch(tmp_path / "rank.py", tmp_path / "recipe.json", tmp_path / "two.safetensors", Path(__file__).resolve().parents[2])
+    done = ranks(tmp_path / "rank.py", tmp_path / "recipe.json", tmp_path / "two.safetensors")
     assert done.returncode == 0, done.stderr[:3500]
     same(one, {k.removeprefix("module."): v for k, v in load_file(tmp_path / "two.safetensors").items()})
 
@@ -83,7 +83,6 @@ def test_killed_at_a_random_step_with_data_workers_and_resumed_is_bit_identical(
     process = spawn(recipe)
     wait_for_step(recipe.output, 3 + torch.randint(0, 6, (1,), generator=torch.Generator().manual_seed(seed)).item(), process)
     process.kill()
-    process.communicate()
     for file in (tmp_path / "cache").rglob("*.safetensors"):
         file.unlink()  # the samples are made anew
     resumed = run_recipe(make_recipe(prepare=step, optim=optim, data={**data, "workers": 2},

@@ -1,10 +1,6 @@
 """Behavioural: the step's gradient does not depend on how its samples are cut, packed, chunked or spread over ranks."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from karui.trainers.data import collate, plan_epoch
 from karui.trainers.model import LossSum
 from karui.trainers.run import prepare
 from karui.trainers.step import accumulate
+from tests.processes import ranks
 
 
 def gradients(recipe, *, method_b=0.05):
@@ -80,7 +77,6 @@ RANK = """
 import sys, json
 from safetensors.torch import save_file
 from karui.configs.recipe import Recipe
-sys.path.insert(0, sys.argv[3])
 from tests.trainers.test_invariance import gradients
 import torch.distributed as dist
 grads, found = gradients(Recipe.build(json.load(open(sys.argv[1]))))
@@ -91,20 +87,12 @@ dist.destroy_process_group()
 """
 
 
-def launch(script, *arguments, processes=2, timeout=110):
-    root = str(Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), str(script),
-               *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "WANDB_MODE": "offline"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=root)
-
-
 def test_gradient_of_two_ranks_is_that_of_one(make_recipe, tmp_path):
     recipe = make_recipe(optim={"batch": 7, "steps": 1, "micro_tokens": 128})  # odd: one rank has less to do
     one, _ = gradients(recipe)
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.dump()))
     (tmp_path / "rank.py").write_text(RANK)
-    done = launch(tmp_path / "rank.py", tmp_path / "recipe.json", tmp_path / "two.safetensors", Path(__file__).resolve().parents[2])
+    done = ranks(tmp_path / "rank.py", tmp_path / "recipe.json", tmp_path / "two.safetensors")
     assert done.returncode == 0, done.stderr[:3500]
     two = {k.removeprefix("module."): v for k, v in load_file(tmp_path / "two.safetensors").items()}
     same(one, two)

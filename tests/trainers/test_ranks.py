@@ -17,10 +17,10 @@ loop.Loop.train_step = train_step
 """
 
 
-def fail(make_recipe, tmp_path, deed, **run):
+def fail(make_recipe, tmp_path, deed, *, run=None, **launched):
     """What the launch printed when it ended; its 500 steps would take minutes."""
-    recipe = make_recipe(optim={**OPTIM, "steps": 500}, run={"output": str(tmp_path / "run"), **run})
-    done = launch(tmp_path, [job(recipe)], before=AT_STEP.format(deed=deed))
+    recipe = make_recipe(optim={**OPTIM, "steps": 500}, run={"output": str(tmp_path / "run"), **(run or {})})
+    done = launch(tmp_path, [job(recipe)], before=AT_STEP.format(deed=deed), **launched)
     assert done.returncode != 0
     return done.stderr
 
@@ -31,12 +31,12 @@ def test_a_rank_that_fails_gives_its_error_to_the_others(make_recipe, tmp_path):
 
 
 def test_a_rank_that_is_killed_is_told(make_recipe, tmp_path):
-    said = fail(make_recipe, tmp_path, "os.kill(os.getpid(), 9)")
+    said = fail(make_recipe, tmp_path, "os.kill(os.getpid(), 9)", torchrun=True)
     assert "rank 0 ends because another rank ended without a word" in said or "SIGKILL" in said
 
 
 def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_recipe_says(make_recipe, tmp_path):
-    said = fail(make_recipe, tmp_path, "time.sleep(1000)", timeout=8)
+    said = fail(make_recipe, tmp_path, "time.sleep(1000)", run={"timeout": 8}, patience=1)
     assert "did not answer within run.timeout=8 seconds" in said
 
 

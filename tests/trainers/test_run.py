@@ -1,10 +1,7 @@
 """End to end on a tiny model: a run's files, exact resume, interruption, bad checkpoints, skipped steps, tracking."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from karui.kernels.native import available, train
 from karui.trainers import checkpoint as ckpt
 from karui.trainers.loop import read_log
 from karui.trainers.run import run_recipe
+from tests.processes import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,13 +27,19 @@ def steps_of(folder):
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in read_log(folder) if "loss" in r]
 
 
-def spawn(recipe, *arguments):
-    path = recipe.output.parent / "recipe.json"
+SCRIPT = """
+import json, sys
+from karui.configs.recipe import Recipe
+from karui.trainers.run import run_recipe
+sys.exit(130 if run_recipe(Recipe.build(json.load(open(sys.argv[1])))).interrupted else 0)
+"""
+
+
+def spawn(recipe):
+    path, script = recipe.output.parent / "recipe.json", recipe.output.parent / "run.py"
     path.write_text(json.dumps(recipe.dump()))
-    code = ("import sys, json; from karui.configs.recipe import Recipe; from karui.trainers.run import run_recipe; "
-            "r = run_recipe(Recipe.build(json.load(open(sys.argv[1]))), resume=len(sys.argv) > 2); sys.exit(130 if r.interrupted else 0)")
-    return subprocess.Popen([sys.executable, "-c", code, str(path), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    script.write_text(SCRIPT)
+    return Forked(script, path)
 
 
 def wait_for_step(folder, step, process):
@@ -47,7 +51,7 @@ def wait_for_step(folder, step, process):
         except FileNotFoundError:
             pass
         time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached: {process.stdout.read() if process.poll() is not None else 'timeout'}")
+    raise AssertionError(f"step {step} was not reached: {process.said()}")
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
@@ -102,7 +106,6 @@ def test_killed_at_a_random_step_and_resumed_is_bit_identical(make_recipe, tmp_p
     process = spawn(recipe)
     wait_for_step(recipe.output, 3 + seed * 3, process)
     process.kill()
-    process.communicate()
     assert not (recipe.output / "final").exists()
     resumed = run_recipe(recipe, resume=True)
     assert weights(straight.folder) == weights(resumed.folder)
@@ -125,7 +128,8 @@ def test_a_signal_leaves_a_checkpoint_and_says_how_to_go_on(make_recipe, number)
     process = spawn(recipe)
     wait_for_step(recipe.output, 2, process)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=300)
+    process.wait(timeout=300)
+    out = process.said()
     assert process.returncode == 130, out
     assert "--resume" in out and number.name in out
     (last,) = ckpt.list_checkpoints(recipe.output)

@@ -1,7 +1,6 @@
 """Behavioural and reference: training of models with sparse attention, and of their indexers by what attention looks at."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,8 @@ from karui.trainers.preflight import dry_run
 from karui.trainers.run import make_optimizer, prepare, run_recipe
 from karui.trainers.sparse import Indexing, LeanSparse, indexers, install_sparse_attention
 from karui.trainers.step import accumulate
-from tests.trainers.test_invariance import launch, same
+from tests.processes import ranks
+from tests.trainers.test_invariance import same
 
 SIZES = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
              q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=64,
@@ -157,7 +157,6 @@ RANK = """
 import sys, json
 from safetensors.torch import save_file
 from karui.configs.recipe import Recipe
-sys.path.insert(0, sys.argv[3])
 from tests.trainers.test_sparse_attention import gradients
 import torch.distributed as dist
 recipe = Recipe.build(json.load(open(sys.argv[1])))
@@ -174,7 +173,7 @@ def test_the_gradient_of_two_ranks_is_that_of_one(warm, make_recipe, tmp_path):
     one, _ = gradients(recipe, warm)
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.dump()))
     (tmp_path / "rank.py").write_text(RANK)
-    done = launch(tmp_path / "rank.py", tmp_path / "recipe.json", tmp_path / "two.safetensors", Path(__file__).resolve().parents[2])
+    done = ranks(tmp_path / "rank.py", tmp_path / "recipe.json", tmp_path / "two.safetensors")
     assert done.returncode == 0, done.stderr[-3500:]
     same(one, {k.removeprefix("module."): v for k, v in load_file(tmp_path / "two.safetensors").items()}, 2e-5)
 
