@@ -9,7 +9,7 @@ from karui.inference.models.step import Step
 from karui.kernels.paged_attention import KiviCache, Plan
 from tests.inference.test_decoder import batch_of
 
-BLOCK, KV, HEADS = 32, 2, 6
+BLOCK, KV, HEADS = 32, 2, 4
 
 
 @pytest.mark.parametrize(("kv_dtype", "width", "window", "dtype"), [
