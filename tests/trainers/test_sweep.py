@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from karui.configs.errors import KaruiError
 from karui.trainers import sweep
+from tests.processes import Forked
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,17 @@ def test_the_best_comes_first_and_failures_last():
 
 
 @pytest.fixture
-def recipe_file(make_recipe, tmp_path):
+def recipe_file(make_recipe, tmp_path, monkeypatch):
+    script = tmp_path / "run.py"
+    script.write_text("import runpy, sys\nrunpy.run_module('karui.trainers.run', run_name='__main__')\n")
+
+    def run(command, stderr, text, check):
+        assert command[1:3] == ["-m", "karui.trainers.run"]
+        process = Forked(script, *command[3:])
+        process.wait(timeout=300)
+        return process
+
+    monkeypatch.setattr(sweep.subprocess, "run", run)
     recipe = make_recipe(optim={"lr": 1e-3, "batch": 4, "steps": 3})
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(recipe.dump()))))

@@ -116,7 +116,7 @@ def test_buffers_are_neither_overwritten_early_nor_read_early(streams):
         assert writes and writes <= before[i], "read before it has arrived"
 
 
-@pytest.mark.parametrize("spec", [None, "w4g32", "nvfp4", "w3g32"])
+@pytest.mark.parametrize("spec", [None, "nvfp4", "w3g32"])
 def test_the_runner(spec, streams):
     import dataclasses
 
@@ -134,7 +134,7 @@ def test_the_runner(spec, streams):
     assert streamed._away and len(streamed._away) < 6 and abs(streamed.weight_bytes() - whole) < 0.01 * whole
     for runner in (plain, streamed):
         runner.allocate(12, 4, "float16")
-    for batch in (decoding(1, 1, 1), decoding(2, 2, 2), decoding(5), decoding(3, 3)):
+    for batch in (decoding(1, 2), decoding(5)):
         got, want = streamed.forward(batch), plain.forward(batch)
         assert torch.equal(got.logits, want.logits) and torch.equal(got.hidden, want.hidden)
     for i in range(6):
