@@ -395,11 +395,8 @@ def test_files_on_the_hub_say_the_same_as_transformers_writes():
 def test_other_runners_and_odd_configs_are_refused():
     from karui.inference.models.gpu import unsuited
 
-    model, config, weights = made("v32")
+    model, config, _ = made("v32")
     assert "latent attention" in config.beyond_llama and unsuited(config, torch.device("cpu"))
-    native = pytest.importorskip("karui.inference.models.native")
-    with pytest.raises(UnsupportedError, match="no sparse attention"):
-        native.NativeRunner(config, weights)
     hf = model.config.to_dict()
     for changes, said in ((dict(num_key_value_heads=2), "2 key heads for 6 heads"), (dict(q_lora_rank=None), "needs q_lora_rank"),
                           (dict(topk_group=1, num_experts_per_tok=3), "3 of 8 experts cannot be chosen from 1 of 4 groups"),

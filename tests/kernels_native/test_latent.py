@@ -1,5 +1,5 @@
-"""Reference: latent attention and DeepSeek's mixtures on the native runner, against transformers and the torch runner. Behavioural: its
-bits depend on neither batch, chunks, threads, block layout nor speculation."""
+"""Reference: latent and sparse attention and DeepSeek's mixtures on the native runner, against transformers and the torch runner.
+Behavioural: its bits depend on neither batch, chunks, threads, block layout nor speculation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from karui.inference.requests import Request, SamplingParams
 from karui.inference.speculate import Speculation
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.factory import Speculator
-from karui.kernels.native import available, isas
+from karui.kernels.native import address, available, isas, load
 from karui.kernels.quantize import quantize
 from tests.inference.conftest import assert_bits_do_not_depend_on_the_way
 from tests.inference.test_decoder import batch_of
@@ -26,11 +26,11 @@ from tests.kernels_native.test_exact import assert_a_tree_path_has_the_bits
 from tests.kernels_native.test_families import assert_logits_equal
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler")
-DENSE = [name for name in CASES if not name.startswith(("v32", "glm"))]
 SETTINGS = [(isa, spec, bits, kv) for isa in isas() for spec, bits, kv in (
     ("w4g16", 8, "int8"), ("w8", 8, "float16"), ("w8a8", 8, "float32"), ("w4g16a", 16, "float16"))]
 WIDE = dict(num_attention_heads=24, num_key_value_heads=24, kv_lora_rank=80, qk_rope_head_dim=20, v_head_dim=20, head_dim=20,
-            max_position_embeddings=512)
+            index_n_heads=21, index_head_dim=40, index_topk=70, max_position_embeddings=512)
+KINDS = ("v3-yarn", "v32", "glm-shared")
 
 
 def coded(weights, spec):
@@ -55,11 +55,13 @@ def make(isa, spec, bits, kv, threads=2, case="v3-yarn", **changes):
     return runner
 
 
-@pytest.mark.parametrize(("case", "isa"), [(case, isas()[0]) for case in DENSE] + [("v3-yarn", isa) for isa in isas()[1:]])
+@pytest.mark.parametrize(("case", "isa"), [(case, isas()[0]) for case in CASES] + [(case, isa) for isa in isas()[1:] for case in ("v3-yarn", "v32")])
 @pytest.mark.parametrize("changes", [{}, WIDE], ids=["small", "wide"])
 def test_logits_equal_transformers(case, isa, changes):
-    """Also where neither the latent nor a head's parts fill registers, and heads do not fill a tile."""
-    model, config, weights = made(case, **{**changes, **({"v_head_dim": 28} if case == "v3-wide-values" else {})})
+    """Also where neither the latent nor a head's parts fill registers, and heads do not fill a tile. An indexer has so many heads that none
+    of its scores is zero: transformers' choice among equals is any."""
+    own = {k: v for k, v in {"index_n_heads": 24, **changes}.items() if case.startswith(("v32", "glm")) or not k.startswith("index")}
+    model, config, weights = made(case, **{**own, **({"v_head_dim": 28} if case == "v3-wide-values" else {})})
     assert_logits_equal(model, NativeRunner(config, weights, threads=2, activation_bits=16, isa=isa))
 
 
@@ -85,6 +87,29 @@ def test_codes_and_adapters_of_every_linear(spec):
         assert error.max() < 1e-4 if bits == 16 else error.median() < 0.02, (spec, adapter)  # rounding may fall otherwise
 
 
+def test_up_to_top_keys_it_is_dense_attention_bit_for_bit():
+    _, config, weights = made("v32", index_topk=64)
+    dense = {n: w for n, w in weights.items() if ".indexer." not in n}
+    ids, out = torch.randint(0, 199, (64,)).tolist(), []
+    for latent, given in ((config.latent, weights), (replace(config.latent, indexer=None), dense)):
+        runner = NativeRunner(replace(config, latent=latent), coded(given, "w4g16"), threads=2)
+        runner.allocate(10, 16, "int8")
+        out.append(run(runner, ids, [33, 63], [3, 1, 5, 0]))
+    assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_choice_is_that_of_a_stable_sort(isa):
+    """Equals, zeros of both signs, infinities and few distinct numbers included."""
+    g = torch.Generator().manual_seed(0)
+    for n, top in ((2, 1), (9, 8), (33, 5), (100, 99), (1000, 64), (5001, 2048)):
+        drawn = torch.randn(n, generator=g)
+        for x in (drawn, drawn.round(), drawn.relu() * 1e-40, torch.zeros(n).copysign(drawn), torch.where(drawn > 1, drawn / 0, -drawn)):
+            got = torch.empty(top, dtype=torch.int32)
+            load(isa).choose(address(x), n, top, address(got))
+            assert got.tolist() == x.sort(descending=True, stable=True).indices[:top].sort().values.tolist(), (n, top)
+
+
 @pytest.mark.parametrize("spec", ["w4g16", "w8", "w4g16a", "w6g16a", "nvfp4"])
 def test_rounding_what_w_uk_and_w_uv_read_costs_no_more_than_of_other_linears(spec):
     """The scales that are folded into the query must not widen its range beyond use."""
@@ -101,9 +126,10 @@ def test_rounding_what_w_uk_and_w_uv_read_costs_no_more_than_of_other_linears(sp
 
 
 @pytest.mark.parametrize("kv", ["float32", "float16", "int8"])
-def test_slots_are_those_of_the_torch_runner(kv):
+@pytest.mark.parametrize("case", KINDS)
+def test_slots_are_those_of_the_torch_runner(kv, case):
     """What was cached by one is decoded by the other, and copied slots go on like the original."""
-    _, config, weights = made("v3-yarn")
+    _, config, weights = made(case, **({} if case == "v3-yarn" else {"index_topk": 64}))  # rounding may choose otherwise
     runners = NativeRunner(config, weights, threads=2, activation_bits=16), TorchRunner(config, weights)
     ids, slots = torch.randint(0, 199, (40,)).tolist(), torch.arange(16, 55)
     out = []
@@ -126,9 +152,11 @@ def test_slots_are_those_of_the_torch_runner(kv):
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("changes", [{}, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize("changes", [{}, WIDE, dict(case="glm-shared"), dict(WIDE, case="v32")], ids=["small", "wide", "sparse", "sparse-wide"])
 def test_chunks_threads_batches_and_layout(setting, changes):
     changes = {"max_position_embeddings": 512, **changes}
+    if "case" not in changes:
+        changes = {k: v for k, v in changes.items() if not k.startswith("index")}
     ids = torch.randint(0, 199, (230,)).tolist()
     blocks = torch.randperm(64)[:15].tolist()
     runner = make(*setting, **changes)
@@ -143,15 +171,18 @@ def test_chunks_threads_batches_and_layout(setting, changes):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("past", (20, 62, 126))
-def test_a_tree_path_has_the_bits_of_plain_decoding(setting, past):
-    """Also where the tree's own rows straddle a chunk of 64 keys; then the accepted path is compacted and decoding goes on."""
-    assert_a_tree_path_has_the_bits(lambda: make(*setting, case="v3"), run, past)
+@pytest.mark.parametrize("case", ["v3", "v32"])
+def test_a_tree_path_has_the_bits_of_plain_decoding(setting, past, case):
+    """Also where the tree's own rows straddle a chunk of 64 keys, or the number of keys that are chosen; then the accepted path is compacted
+    and decoding goes on."""
+    assert_a_tree_path_has_the_bits(lambda: make(*setting, case=case, **({"index_topk": 63} if case == "v32" else {})), run, past)
 
 
 @pytest.mark.parametrize("kv", ["float32", "float16", "int8"])
-def test_engine_says_the_same_whatever_the_way(kv):
+@pytest.mark.parametrize("case", ["v3", "glm-shared"])
+def test_engine_says_the_same_whatever_the_way(kv, case):
     """Alone, batched, in small chunks, over a warm cache, preempted, several steps in one call, and with drafts."""
-    _, config, weights = made("v3")
+    _, config, weights = made(case)
     runner = NativeRunner(config, coded(weights, "w4g16"), threads=2)
     g = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, 199, (n,), generator=g).tolist() for n in (3, 17, 26)]
@@ -174,6 +205,3 @@ def test_what_is_not_done_is_said():
         runner.allocate(4, 32, "kivi4")
     with pytest.raises(UnsupportedError, match="no layers with latent attention from a file"):
         NativeRunner(replace(config, mixture=None), weights, weight_memory=1000)
-    _, config, weights = made("v32")
-    with pytest.raises(UnsupportedError, match="the native kernels have no sparse attention"):
-        NativeRunner(config, weights)

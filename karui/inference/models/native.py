@@ -45,6 +45,7 @@ from karui.kernels.native.library import (
     TARGETS,
     Batch,
     Config,
+    Indexer,
     Latent,
     Layer,
     Linear,
@@ -73,8 +74,8 @@ def _lacking(config: ModelConfig) -> str:
     """What of this model the native kernels do not compute, or an empty string."""
     experts = config.mixture
     parts = {
-        "recurrent layers": config.recurrent, "sparse attention": config.latent is not None and config.latent.indexer,
-        "gates on attention": config.attention_gate, "shared feed-forward layer": config.shared_mlp,
+        "recurrent layers": config.recurrent, "gates on attention": config.attention_gate,
+        "shared feed-forward layer": config.shared_mlp,
         "interleaved RoPE with norms": config.interleaved and config.qk_norm,
         config.activation: config.activation not in ACTIVATIONS,
         "norms behind or within experts": experts is not None and (config.norms[3] or config.sub_norms)}
@@ -224,6 +225,7 @@ class NativeRunner:
         in_layers = sum(packed.nbytes for layer in linears for packed in layer)
         in_layers += sum(packed.nbytes for made in mixtures if made for packed in made[1])
         in_layers += sum(made[1].nbytes for made in latents)
+        in_layers += sum(part.nbytes for made in latents if made[2] for part in made[2][1])
         fixed = sum(packed.nbytes for packed in ends) + sum(n.numel() * 4 for n in norms)
         if file is not None:
             assert self._weight_memory is not None
@@ -266,8 +268,8 @@ class NativeRunner:
         self.spilled_bytes = sum(size for _, size in places)
 
     def _latent(self, attention: str, weights: Weights, linears: list[Packed], vector: Callable[[str], int | None],
-                arena: Arena) -> tuple[Latent, Across]:
-        """A layer's latent attention for C++, and its kv_b_proj."""
+                arena: Arena) -> tuple[Latent, Across, Any]:
+        """A layer's latent attention for C++, its kv_b_proj, and its indexer."""
         m, name = self.config.latent, f"{attention}kv_b_proj.weight"
         assert m is not None
         weight = weights[name]
@@ -275,8 +277,31 @@ class NativeRunner:
         down = linears[-1].linear if m.query_rank else Linear()
         rounded = isinstance(weight, QTensor) and weight.spec.activation_bits == 8
         norms = [vector(f"{attention}{name}_a_layernorm.weight") for name in ("q", "kv")]
+        indexed = m.indexer is not None and f"{attention}indexer.wk.weight" in weights
+        made = self._indexer(m, attention, weights, arena) if indexed else None
         return Latent(m.rank, m.rope, m.nope, m.value, m.query_rank or 0, m.group, across.group, rounded, m.scale, 0, down,
-                      across.fold.linear, across.unfold.linear, address(across.scale), address(across.shift), *norms), across
+                      across.fold.linear, across.unfold.linear, address(across.scale), address(across.shift), *norms,
+                      None if made is None else ctypes.addressof(made[0]), m.indexer.top if m.indexer else 0), across, made
+
+    def _indexer(self, m: LatentConfig, attention: str, weights: Weights, arena: Arena) -> tuple[Indexer, Any, Any]:
+        """A layer's indexer for C++, its matrices and its norm. The weights of its heads are not multiplied in integers."""
+        x = m.indexer
+        assert x is not None
+        key = torch.arange(x.head_dim)
+        if x.interleaved:
+            key = halves(key, m.rope)
+        rows = {"wq_b": (torch.arange(x.heads)[:, None] * x.head_dim + key).flatten(), "wk": key, "weights_proj": None}
+        parts = []
+        for name, order in rows.items():
+            full = f"{attention}indexer.{name}.weight"
+            weight = weights[full] if order is None else take_rows(weights[full], order)
+            parts.append(pack(self._lib, full, weight, None, self.activation_bits if order is not None else 16, arena))
+        norm = []
+        for name in ("weight", "bias"):
+            w = weights[f"{attention}indexer.k_norm.{name}"]
+            norm.append((w.dequantize() if isinstance(w, QTensor) else w).float()[key].contiguous())
+        made = Indexer(x.heads, x.head_dim, x.top, 0, *(p.linear for p in parts), *(address(n) for n in norm))
+        return made, parts, norm
 
     def _mixture(self, mlp: str, matrix: Callable[..., Packed], vector: Callable[[str], int | None]) -> tuple[Mixture, Any, Any]:
         """A layer's experts for C++, the matrices, and what else must stay alive."""
@@ -359,7 +384,7 @@ class NativeRunner:
             raise UnsupportedError(f"kv_dtype {kv_dtype!r} is not supported by the native kernels; use {', '.join(CACHE_TYPES)}.")
         c = self.config
         if c.latent is not None:
-            return c.num_layers * self._latent_bytes(c.latent, kv_dtype)
+            return self._latent_bytes(c.latent, kv_dtype)
         padded = (c.head_dim + 15) // 16 * 16
         if kv_dtype in kivi.BITS:
             if c.head_dim % kivi.GROUP:
@@ -372,8 +397,10 @@ class NativeRunner:
     def _latent_bytes(self, m: LatentConfig, kv_dtype: str) -> int:
         if kv_dtype in kivi.BITS:
             raise UnsupportedError(f"kv_dtype {kv_dtype!r} is not supported for latent attention; use float32, float16 or int8.")
-        padded = sum((part + 15) // 16 * 16 for part in (m.rank, m.rope))
-        return {"float32": 4 * padded, "float16": 2 * padded, "int8": padded + 4 * (m.rank + m.rope) // m.group}[kv_dtype]
+        layers, indexed = self.config.num_layers, 0 if m.indexer is None else sum(m.indexer.layers) * m.indexer.head_dim
+        numbers = layers * sum((part + 15) // 16 * 16 for part in (m.rank, m.rope)) + indexed
+        scales = 4 * (layers * (m.rank + m.rope) + indexed) // m.group
+        return {"float32": 4 * numbers, "float16": 2 * numbers, "int8": numbers + scales}[kv_dtype]
 
     def kv_staged_bytes_per_token(self, kv_dtype: str) -> int:
         return staged_bytes_per_token(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, kv_dtype)

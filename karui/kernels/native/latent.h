@@ -11,7 +11,7 @@
 // Cache of one layer: rows of `width`, slots in groups of 16, [slot / 16][16][width]; int8: behind them scales [16][numbers / group] fp32.
 // Latent and key are padded to multiples of 16 each, with zeros. Chunks, lists of keys and merging are those of attention.h.
 #pragma once
-#include "attention.h"
+#include "indexer.h"
 
 struct Latent {  // of one layer; mirrored in karui/kernels/native/library.py
     int32_t rank, rope, nope, value, query_rank;  // query_rank 0: queries are made of the hidden state
@@ -26,6 +26,8 @@ struct Latent {  // of one layer; mirrored in karui/kernels/native/library.py
     const float* fold_scale; // [heads][rank / out_group][nope], or null for ones
     const float* fold_shift; // what codes of the group are too large by, or null for zeros; the same shape
     const float *query_norm, *norm;
+    const Indexer* indexer;  // null: the layer attends to all keys, or to those that the last indexer in front of it chose
+    int64_t top;             // keys that a row attends to at most; 0: all
     int rank_padded() const { return round_up(rank, 16); }
     int value_padded() const { return round_up(value, PANEL); }
     int width() const { return rank_padded() + round_up(rope, 16); }

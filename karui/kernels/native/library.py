@@ -62,7 +62,15 @@ class Latent(C.Structure):
     _fields_: ClassVar[Any] = [
         *((n, C.c_int32) for n in ("rank", "rope", "nope", "value", "query_rank", "group", "out_group", "rounded")),
         ("scale", C.c_float), ("padding", C.c_int32), *((n, Linear) for n in ("down", "fold", "unfold")),
-        *((n, C.c_void_p) for n in ("fold_scale", "fold_shift", "query_norm", "norm"))]
+        *((n, C.c_void_p) for n in ("fold_scale", "fold_shift", "query_norm", "norm", "indexer")), ("top", C.c_int64)]
+
+
+class Indexer(C.Structure):
+    """`Indexer` of indexer.h."""
+
+    _fields_: ClassVar[Any] = [
+        *((n, C.c_int32) for n in ("heads", "dim", "top", "padding")), *((n, Linear) for n in ("q", "k", "weights")),
+        *((n, C.c_void_p) for n in ("norm", "bias"))]
 
 
 class Config(C.Structure):
@@ -146,13 +154,14 @@ class Library:
             ("karui_move_slots", None, [p, p, i, p, p, i]), ("karui_set_loras", None, [p, p, i]),
             ("karui_linear", None, [p, p, i, p]),
             ("karui_decode_rows", None, [p, p, i, p]), ("karui_argmax", None, [p, i, i, p]),
-            ("karui_top_k", None, [p, i, i, i, p, p]), ("karui_threads", i, [p]), ("karui_sample", None, [p, i, i, p, p, p]),
+            ("karui_top_k", None, [p, i, i, i, p, p]), ("karui_choose", None, [p, i, i, p]),
+            ("karui_threads", i, [p]), ("karui_sample", None, [p, i, i, p, p, p]),
         ):
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("karui_"), function)
         for which, structure in enumerate((Linear, Layer, Config, Batch, Lora, Drafter, Draft, Stream, Rounds, Medusa, Mixture,
-                                            Latent)):
+                                            Latent, Indexer)):
             assert self.sizes(which) == C.sizeof(structure), f"{structure.__name__} differs between C++ and Python"
 
     def __getattr__(self, name: str) -> Any:  # only for type checkers: functions are set in __init__

@@ -138,8 +138,10 @@ struct Codes {  // int8 activations of one phase for one (block, per_token, fact
 
 struct Inputs {  // what the linears of a phase read
     Buffer<float> normed, mixed, ranked;
-    Codes coded[3];
+    Codes coded[4];
 };
+
+struct IndexItem { int32_t sequence, first, rows, from, to; int64_t ld, scores; };  // rows' scores of keys [from, to); scores < 0: see plan_index
 
 struct Item { int32_t sequence, first, rows, kv_head, chunk, partial; };  // chunk < 0: all chunks, result written directly
 
@@ -150,6 +152,8 @@ struct Scratch {  // per thread
     Buffer<int> from, to;
     Gathered gathered;
     Buffer<float> rows;  // of latents
+    Buffer<float> scores, index_keys;  // of an indexer
+    std::vector<int32_t> slots;
     LatentWork latent;
 };
 
@@ -165,6 +169,9 @@ struct Model {
     std::vector<Cache> cache;   // by that number; of a KIVI cache the fp16 pages
     std::vector<Coded> coded;   // empty for other caches
     std::vector<LatentCache> latents;  // in place of `cache`
+    std::vector<IndexCache> index;     // beside `latents` where a layer has an indexer
+    const Indexer* indexer;            // of the first layer, for its sizes; null: there is none
+    int top = 0;                       // keys that a row attends to at most; 0: all
     PageTable table;
     std::vector<int32_t> filled;  // slots that end a block and that the step writes
     Pages pages;
@@ -174,7 +181,10 @@ struct Model {
     int lora_slots = 0;
     int max_padded = 0;
 
-    Buffer<float> h, q, kv, gate, up, cosine, sine, local_cosine, local_sine, low, product, rms, low_query, weighted;
+    Buffer<float> h, q, kv, gate, up, cosine, sine, local_cosine, local_sine, low, product, rms, low_query, weighted, index_query, index_key, index_weight, index_scores;
+    Buffer<int32_t> chosen;  // [T, top] slots; of rows that see more than `top` keys
+    std::vector<IndexItem> index_items;
+    std::atomic<int> next_index{0};
     std::vector<Inputs*> inputs;  // [0] for all; with few rows every thread computes its own, which saves the barrier after
     bool own = false;
     bool aside = false;  // some products go through a buffer on their way to the residual stream
@@ -212,6 +222,8 @@ struct Model {
         ld_hidden = round_up(c.hidden, 32);
         ld_inter = round_up(c.intermediate, 32);
         latent = c.layer[0].latent;
+        indexer = latent ? latent->indexer : nullptr;
+        top = latent ? (int)latent->top : 0;
         key_width = latent ? latent->width() : dim_padded;
         out_width = latent ? latent->rank_padded() : dim_padded;
         ld_q = round_up(c.heads * key_width, 32);
@@ -227,6 +239,10 @@ struct Model {
             for (const Linear* w : {&y.k, &y.v, &y.gate, &y.up}) fit(ld_hidden, *w);
             fit(y.latent && y.latent->query_rank ? ld_ranked : ld_hidden, y.q);
             if (y.latent) fit(ld_hidden, y.latent->down);
+            if (y.latent && y.latent->indexer) {
+                fit(ld_ranked, y.latent->indexer->q);
+                for (const Linear* w : {&y.latent->indexer->k, &y.latent->indexer->weights}) fit(ld_hidden, *w);
+            }
             fit(ld_mixed, y.o);
             fit(ld_inter, y.down);
             if (!y.mixture) continue;
@@ -264,6 +280,7 @@ struct Model {
         cache.clear();
         coded.clear();
         latents.clear();
+        index.clear();
         table.size = 0;
     }
     // `block` and `staged`, tokens of a block and how many may be unfinished at once, are for KIVI. of: [layers] the place of each.
@@ -299,15 +316,27 @@ struct Model {
 
     bool allocate_latents(int type, int size) {
         LatentCache one = {nullptr, type, latent->rank, latent->rope, latent->group, 0};
-        one.stride = size * one.group_bytes();
+        IndexCache key = {nullptr, type, indexer ? indexer->dim : 0, latent->group, 0, 0};
+        int count = 0;
+        for (int l = 0; l < c.layers; l++) count += c.layer[l].latent->indexer != nullptr;
+        one.stride = key.stride = size * one.group_bytes() + count * key.group_bytes();
         if (!pages.need((slots + 15) / 16 * one.stride + 4096)) return false;
         for (int l = 0; l < size; l++, latents.push_back(one)) one.data = pages.data + l * one.group_bytes();
+        if (!indexer) return true;
+        index.assign(size, key);
+        char* at = pages.data + size * one.group_bytes();
+        for (int l = 0; l < c.layers; l++) {
+            if (!c.layer[l].latent->indexer) continue;
+            index[places[l].number].data = at;
+            at += key.group_bytes();
+        }
         return true;
     }
     bool allocated() const { return !cache.empty() || !latents.empty(); }
     void copy_slots(int from, int to) const {
         for (const Cache& k : cache) copy_slot(k, from, to);
         for (const LatentCache& k : latents) copy_latent(k, from, to);
+        for (const IndexCache& k : index) if (k.data) copy_index(k, from, to);
     }
 
     // ---- phases: every function below runs on all threads, thread `t` of `n` ------------------------------------------------------
@@ -370,6 +399,7 @@ struct Model {
         const int rows = b->tokens_n;
         int first, last;
         for (int i = 0; i < count; i++) {
+            if (!lora[i]) continue;
             team.barrier(t);
             share(rows, t, n, first, last);
             for (int r = first; r < last; r++) {
@@ -501,10 +531,12 @@ struct Model {
         for (int j = 0; j < q; j++) count += mask[row * q + j];
         return count;
     }
-    void bounds(int s, int first, int rows, int& fewest, int& most) const {  // keys that rows [first, first + rows) of sequence s see
-        fewest = most = visible(s, first);
+    bool picks(int s, int row) const { return top && visible(s, row) > top; }
+    int attended(int s, int row) const { return picks(s, row) ? top : visible(s, row); }
+    void bounds(int s, int first, int rows, int& fewest, int& most) const {  // keys that rows [first, first + rows) of sequence s attend to
+        fewest = most = attended(s, first);
         for (int r = 1; r < rows; r++) {
-            const int sees = visible(s, first + r);
+            const int sees = attended(s, first + r);
             fewest = std::min(fewest, sees);
             most = std::max(most, sees);
         }
@@ -531,6 +563,12 @@ struct Model {
             if (index >= first + i && i < count) out[i++] = slot_of(group, s, before + j);
             index++;
         }
+    }
+
+    // The same of the list that it attends to.
+    void list_attended(int group, int s, int row, int first, int count, int32_t* out) const {
+        if (picks(s, row)) memcpy(out, chosen.data + (int64_t)(b->query_starts[s] + row) * top + first, count * sizeof(int32_t));
+        else list_slots(group, s, row, first, count, out);
     }
 
     // Work items of the step's attention: tiles of rows by kv head, cut by chunk where there would be too few.
@@ -576,8 +614,10 @@ struct Model {
         int *from = w.from.need(nq), *to = w.to.need(nq);
         int shortest, longest;
         bounds(item.sequence, item.first, item.rows, shortest, longest);
-        // Keys that all rows of a tree see; behind them each row has its own.
-        const int common = b->tree && b->tree[item.sequence]
+        // Keys that all rows of a tree see; behind them each row has its own. Where keys are chosen each row has its own from the first on.
+        bool picked = false;
+        for (int r = 0; r < item.rows; r++) picked |= picks(item.sequence, item.first + r);
+        const int common = picked ? 0 : b->tree && b->tree[item.sequence]
             ? b->context_lens[item.sequence] - b->query_starts[item.sequence + 1] + b->query_starts[item.sequence] : longest;
         if (window && item.chunk >= 0 && (item.chunk + 1) * KEYS <= shortest - window) {  // no row sees it
             std::fill_n(split.data + item.partial, nq, Partial{NONE, 0.0f});
@@ -597,15 +637,15 @@ struct Model {
         for (; chunk < stop; chunk++) {
             const int first = chunk * KEYS;
             for (int i = 0; i < nq; i++) {
-                const int sees = visible(item.sequence, item.first + i / group);
+                const int sees = attended(item.sequence, item.first + i / group);
                 to[i] = std::min(sees - first, KEYS);
                 from[i] = window ? std::max(0, sees - window - first) : 0;
             }
             const int rows = first + KEYS > common ? 1 : item.rows;  // at a time
             for (int r = 0; r < item.rows; r += rows) {
-                const int count = std::max(0, std::min(KEYS, visible(item.sequence, item.first + r + rows - 1) - first)), i = r * group;
+                const int count = std::max(0, std::min(KEYS, attended(item.sequence, item.first + r + rows - 1) - first)), i = r * group;
                 int32_t slots[KEYS];
-                list_slots(places[layer].group, item.sequence, item.first + r + rows - 1, first, count, slots);
+                list_attended(places[layer].group, item.sequence, item.first + r + rows - 1, first, count, slots);
                 attend(slots, count, rows * group, query + i, from + i, to + i, part + i, out + (int64_t)i * out_width,
                        nq <= few() ? ahead_of(item, chunk, stop, longest) : Ahead{});
             }
@@ -638,21 +678,26 @@ struct Model {
         attend_item(item, layer, w, [&](const int32_t* slots, int count, int nq, const float* const* query, const int* from, const int* to,
                                         Partial* part, float* out, const Ahead& ahead) {
             const char* rows[KEYS];
-            for (int i = ahead.first; i < ahead.last; i++) rows[i - ahead.first] = cached.row(slot_of(places[layer].group, ahead.sequence, i));
-            attend_latents(cached, slots, count, nq, query, from, to, own, part, out, rows, ahead.last - ahead.first);
+            int32_t after[KEYS];
+            const int asked = ahead.last - ahead.first;
+            if (asked) list_attended(places[layer].group, ahead.sequence, ahead.row, ahead.first, asked, after);
+            for (int i = 0; i < asked; i++) rows[i] = cached.row(after[i]);
+            attend_latents(cached, slots, count, nq, query, from, to, own, part, out, rows, asked);
         });
     }
     struct Ahead {  // keys [first, last) that this thread will likely need next
         bool sparse = false;  // few queries over many keys, which come from memory
-        int sequence = 0, head = 0, first = 0, last = 0;
+        int sequence = 0, head = 0, first = 0, last = 0, row = 0;
     };
     int few() const { return latent ? std::max(16, c.heads) : 16; }
     Ahead ahead_of(const Item& item, int chunk, int stop, int longest) const {  // the following chunk, or the item that is handed out next
-        Ahead a = {true, item.sequence, item.kv_head, (chunk + 1) * KEYS, longest};
+        Ahead a = {true, item.sequence, item.kv_head, (chunk + 1) * KEYS, longest, item.first + item.rows - 1};
         if (chunk + 1 == stop) {
             const int i = next.load(std::memory_order_relaxed);
             if (i >= (int)items.size()) return {true};
-            a = {true, items[i].sequence, items[i].kv_head, std::max(items[i].chunk, 0) * KEYS, b->context_lens[items[i].sequence]};
+            const int row = items[i].first + items[i].rows - 1;
+            a = {true, items[i].sequence, items[i].kv_head, std::max(items[i].chunk, 0) * KEYS,
+                 latent ? attended(items[i].sequence, row) : b->context_lens[items[i].sequence], row};
         }
         a.last = std::max(a.first, std::min(a.last, a.first + KEYS));
         return a;
@@ -788,23 +833,119 @@ struct Model {
         const Lora* l = base ? row_lora(base + 2, row) : nullptr;
         return l ? LatentLora{l->rank, c.heads * (latent->nope + latent->value), l->a, l->b, l->row_scale} : LatentLora{};
     }
-    // Queries, latents and their keys of the step.
+    // Queries, latents and their keys of the step, and what an indexer makes.
     void project_latents(const Layer& y, const Lora* base, int t, int n) {
         const int T = b->tokens_n, low = y.latent->query_rank;
-        const Linear *parts[] = {low ? &y.latent->down : &y.q, &y.k}, *part = &y.q;
-        const Lora* lora[] = {low ? base + 7 : base, base + 1};
-        float* out[] = {low ? low_query.data : gate.data, kv.data};
-        const int ld[] = {low ? ld_ranked : ld_qkv, ld_kv};
-        Inputs& hidden = norm_rows(y.input_norm, parts, 2, T, t, n);
-        linears(parts, 2, hidden.normed.data, ld_hidden, hidden.coded, T, out, ld, false, t, n, base ? lora : nullptr);
+        const Indexer* x = y.latent->indexer;
+        const Linear *parts[] = {low ? &y.latent->down : &y.q, &y.k, x ? &x->k : nullptr, x ? &x->weights : nullptr};
+        const Lora* lora[] = {low ? base + 7 : base, base + 1, nullptr, nullptr};
+        float* out[] = {low ? low_query.data : gate.data, kv.data, index_key.data, index_weight.data};
+        const int ld[] = {low ? ld_ranked : ld_qkv, ld_kv, x ? x->dim : 0, x ? x->heads : 0}, count = x ? 4 : 2;
+        Inputs& hidden = norm_rows(y.input_norm, parts, count, T, t, n);
+        linears(parts, count, hidden.normed.data, ld_hidden, hidden.coded, T, out, ld, false, t, n, base ? lora : nullptr);
         if (!low) return;
         int first, last;
         Inputs& in = prepare_rows(T, t, n, first, last);
         for (int64_t r = first; r < last; r++)
             rms_norm(low_query.data + r * ld_ranked, y.latent->query_norm, y.latent->query_rank, LATENT_EPS, in.ranked.data + r * ld_ranked);
-        quantize(&part, 1, in.ranked.data, ld_ranked, first, last, in.coded);
+        const Linear* queries[] = {&y.q, x ? &x->q : nullptr};
+        const Lora* of_queries[] = {base, nullptr};
+        float* made[] = {gate.data, index_query.data};
+        const int ld_made[] = {ld_qkv, x ? x->heads * x->dim : 0}, both = x ? 2 : 1;
+        quantize(queries, both, in.ranked.data, ld_ranked, first, last, in.coded);
         prepared(t);
-        linears(&part, 1, in.ranked.data, ld_ranked, in.coded, T, &gate.data, &ld_qkv, false, t, n, base ? &base : nullptr);
+        linears(queries, both, in.ranked.data, ld_ranked, in.coded, T, made, ld_made, false, t, n, base ? of_queries : nullptr);
+    }
+    // An indexer's key of row r into the cache; its queries rotated, and the factors of scores within them and within the weights.
+    void store_index(const Indexer& x, int layer, int64_t r, const float* cs, const float* sn) {
+        float *key = index_key.data + r * x.dim, *query = index_query.data + r * x.heads * x.dim, *weight = index_weight.data + r * x.heads;
+        layer_norm(key, x.norm, x.dim, LATENT_EPS, key);
+        for (int d = 0; d < x.dim; d++) key[d] += x.bias[d];
+        rotate(key, cs, sn, latent->rope, 1.0f);
+        write_index(index[places[layer].number], written(layer, (int)r), key);
+        const float scale = 1.0f / sqrtf((float)x.dim), share = 1.0f / sqrtf((float)x.heads);
+        for (int head = 0; head < x.heads; head++, query += x.dim) {
+            rotate(query, cs, sn, latent->rope, scale);
+            for (int d = latent->rope; d < x.dim; d++) query[d] *= scale;
+            weight[head] *= share;
+        }
+    }
+
+    // Work items of an indexer: few rows at a time, over all keys. With few of them to go round they are cut by keys, and their scores go where
+    // all threads find them.
+    void plan_index(int threads) {
+        constexpr int ROWS = 4, RUN = 8 * KEYS;
+        index_items.clear();
+        tiles.clear();
+        if (!top) return;
+        for (int s = 0; s < b->sequences; s++) {
+            const int q = b->query_starts[s + 1] - b->query_starts[s], together = b->tree && b->tree[s] ? 1 : ROWS;
+            for (int r = 0, rows; r < q; r += rows) {
+                rows = 1;
+                if (!picks(s, r)) continue;
+                rows = std::min(together, q - r);
+                const int longest = visible(s, r + rows - 1);
+                tiles.push_back({s, r, rows, 0, longest, round_up(longest, KEYS), -1});
+            }
+        }
+        chosen.need((size_t)b->tokens_n * top);
+        const bool cut = threads > 1 && (int)tiles.size() < 4 * threads;
+        int64_t scores = 0;
+        for (IndexItem& tile : tiles) {
+            if (!cut) { index_items.push_back(tile); continue; }
+            tile.scores = scores;
+            for (int from = 0; from < tile.to; from += RUN)
+                index_items.push_back({tile.sequence, tile.first, tile.rows, from, std::min(from + RUN, tile.to), tile.ld, scores});
+            scores += tile.rows * tile.ld;
+        }
+        index_scores.need((size_t)scores);
+    }
+    std::vector<IndexItem> tiles;
+    // The keys that each row attends to.
+    void choose_keys(int layer, int t, int n) {
+        if (index_items.empty()) return;
+        Scratch& w = *scratch[t];
+        const IndexCache& cached = index[places[layer].number];
+        const bool cut = tiles[0].scores >= 0;
+        for (int i; (i = next_index.fetch_add(1)) < (int)index_items.size();) {
+            const IndexItem& item = index_items[i];
+            float* scores = cut ? index_scores.data + item.scores : w.scores.need((size_t)(item.rows * item.ld));
+            if (cached.type == CACHE_FP32) score_item<float>(cached, item, layer, w, scores);
+            else if (cached.type == CACHE_FP16) score_item<uint16_t>(cached, item, layer, w, scores);
+            else score_item<int8_t>(cached, item, layer, w, scores);
+            for (int r = 0; r < item.rows && !cut; r++) choose_row(item, layer, r, scores, w);
+        }
+        team.barrier(t);
+        if (t == 0) next_index.store(0);
+        if (!cut) return;
+        int turn = 0;
+        for (const IndexItem& tile : tiles)
+            for (int r = 0; r < tile.rows; r++)
+                if (turn++ % n == t) choose_row(tile, layer, r, index_scores.data + tile.scores, w);
+        team.barrier(t);
+    }
+    template <typename T> void score_item(const IndexCache& cached, const IndexItem& item, int layer, Scratch& w, float* scores) {
+        const int64_t row = b->query_starts[item.sequence] + item.first;
+        float* own = w.index_keys.need((size_t)KEYS * 2 * cached.dim);
+        for (int first = item.from; first < item.to; first += KEYS) {
+            int32_t slots[KEYS];
+            const int count = std::min(KEYS, item.to - first);
+            list_slots(places[layer].group, item.sequence, item.first + item.rows - 1, first, count, slots);
+            IndexKeys keys;
+            find_index<T>(cached, slots, count, own, keys);
+            score_index<T>(cached, keys, indexer->heads, item.rows, index_query.data + row * indexer->heads * indexer->dim,
+                           index_weight.data + row * indexer->heads, scores + first, item.ld);
+        }
+    }
+    void choose_row(const IndexItem& item, int layer, int r, const float* scores, Scratch& w) {
+        const int s = item.sequence, row = item.first + r, seen = visible(s, row), q = b->query_starts[s + 1] - b->query_starts[s];
+        if (seen <= top) return;
+        int32_t* out = chosen.data + (int64_t)(b->query_starts[s] + row) * top;
+        ::choose(scores + r * item.ld, seen, top, out);
+        const int before = b->tree && b->tree[s] ? b->context_lens[s] - q : seen;  // behind them a tree's row has its own
+        w.slots.resize(seen - before);
+        if (seen > before) list_slots(places[layer].group, s, row, before, seen - before, w.slots.data());
+        for (int i = 0; i < top; i++) out[i] = out[i] < before ? slot_of(places[layer].group, s, out[i]) : w.slots[out[i] - before];
     }
     // Latents and rotated keys into the cache; queries folded and rotated.
     void store_latents(const Layer& y, int layer, const Lora* base, int t, int n) {
@@ -821,6 +962,7 @@ struct Model {
             memcpy(row + out_width, made + m.rank, m.rope * 4);
             rotate(row + out_width, cs, sn, m.rope, 1.0f);
             write_latent(latents[places[layer].number], written(layer, r), row);
+            if (m.indexer) store_index(*m.indexer, layer, r, cs, sn);
             for (int head = 0; head < c.heads; head++) {
                 float* to = q.data + r * ld_q + head * key_width + out_width;
                 memcpy(to, gate.data + r * ld_qkv + head * each + m.nope, m.rope * 4);
@@ -935,6 +1077,11 @@ struct Model {
         up.need(T * ld_inter);
         if (latent) weighted.need(T * c.heads * out_width);
         if (latent && latent->query_rank) low_query.need(T * ld_ranked);
+        if (indexer) {
+            index_query.need(T * indexer->heads * indexer->dim);
+            index_key.need(T * indexer->dim);
+            index_weight.need(T * indexer->heads);
+        }
         for (Buffer<float>* turn : {&cosine, &sine}) turn->need(T * (c.rotary_dim / 2));
         if (c.local_inv_freq) for (Buffer<float>* turn : {&local_cosine, &local_sine}) turn->need(T * (c.rotary_dim / 2));
         if (c.row_norm) rms.need(2 * T);
@@ -961,7 +1108,9 @@ struct Model {
         }
         if (!mixtures.empty()) mixing.prepare(mixtures.data(), c.layers, batch.tokens_n, team.active(), own);
         plan(team.active());
+        plan_index(team.active());
         next.store(0);
+        next_index.store(0);
     }
 
     static void turn(const float* inv_freq, float factor, int position, int half, float* cosine, float* sine) {
@@ -1003,6 +1152,7 @@ struct Model {
             const Lora* lora_gu[] = {base + 4, base + 5};
             latent ? project_latents(y, base, t, n) : project_heads(y, base, t, n);
             latent ? store_latents(y, l, base, t, n) : rotate_and_store(y, l, t, n);
+            if (latent && y.latent->indexer) choose_keys(l, t, n);
             attention(l, t);
             if (t == 0) next.store(0);
             if (latent) unfold_latents(y, l, base, t, n);
@@ -1137,8 +1287,9 @@ extern "C" {
 
 int karui_sizes(int which) {  // so that the wrapper can check that it mirrors the structures
     const int sizes[] = {(int)sizeof(Linear), (int)sizeof(Layer), (int)sizeof(Config), (int)sizeof(Batch), (int)sizeof(Lora), (int)sizeof(Drafter),
-                         (int)sizeof(Draft), (int)sizeof(Stream), (int)sizeof(Rounds), (int)sizeof(Medusa), (int)sizeof(Mixture), (int)sizeof(Latent)};
-    return which < 12 ? sizes[which] : -1;
+                         (int)sizeof(Draft), (int)sizeof(Stream), (int)sizeof(Rounds), (int)sizeof(Medusa), (int)sizeof(Mixture), (int)sizeof(Latent),
+                         (int)sizeof(Indexer)};
+    return which < 13 ? sizes[which] : -1;
 }
 
 void karui_pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uint8_t* out) { pack(codes, n, k, k_padded, bits, out); }
@@ -1207,10 +1358,22 @@ int karui_copy_slots(void* model, const int32_t* from, const int32_t* to, int co
 }
 
 // The slots' keys and values out of the caches or, with `write`, into them: data [2][layers][count][kv_heads][dim] in the cache's type, scale
-// [2][layers][count][kv_heads] for int8. Of latents data [layers][count][rank + rope], scale [layers][count][scales].
+// [2][layers][count][kv_heads] for int8. Of latents data [layers][count][rank + rope], scale [layers][count][scales],
+// where there are indexers each with their key behind it, zeros in layers that have none.
 void karui_move_slots(void* model, const int32_t* slots, int count, char* data, float* scale, int write) {
-    for (const LatentCache& c : ((Model*)model)->latents)
-        for (int i = 0; i < count; i++, data += (c.rank + c.rope) * cache_bytes(c.type), scale += c.scales()) move_latent(c, slots[i], data, scale, write);
+    const std::vector<IndexCache>& index = ((Model*)model)->index;
+    const std::vector<LatentCache>& latents = ((Model*)model)->latents;
+    for (size_t l = 0; l < latents.size(); l++)
+        for (int i = 0; i < count; i++) {
+            const LatentCache& c = latents[l];
+            move_latent(c, slots[i], data, scale, write);
+            data += (c.rank + c.rope) * cache_bytes(c.type);
+            scale += c.scales();
+            if (index.empty()) continue;
+            move_index(index[l], slots[i], data, scale, write);
+            data += index[l].dim * cache_bytes(c.type);
+            scale += index[l].scales();
+        }
     const std::vector<Cache>& caches = ((Model*)model)->cache;
     const int64_t layers = (int64_t)caches.size();
     for (int64_t l = 0; l < layers; l++) {
@@ -1274,6 +1437,9 @@ void karui_top_k(const float* x, int rows, int n, int k, float* values, int32_t*
         for (; i < n; i++) offer(i);
     }
 }
+
+// The `top` < n largest of x [n], as an indexer chooses; for tests.
+void karui_choose(const float* x, int n, int top, int32_t* out) { choose(x, n, top, out); }
 
 // One token per row of logits [rows, n]; probability: the token's own after temperature, top-k, top-p and min-p.
 void karui_sample(const float* logits, int rows, int n, const Draw* draws, int32_t* tokens, float* probabilities) {
