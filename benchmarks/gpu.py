@@ -1,6 +1,6 @@
 """Kernels, training step and engine on one GPU: correctness against float64 first, then shares of ceilings measured in the same run.
 
-    python benchmarks/gpu.py --json out.json            one card, under 8 minutes, no network; torch, triton, transformers, pydantic
+    python benchmarks/gpu.py --json out.json            one card, under 8 minutes, no network; torch, triton, transformers, pydantic, peft
     python benchmarks/gpu.py --only correctness         on a CPU this is all there is: tiny shapes, Triton's interpreter
 
 Ceilings: a large copy (GB/s) and torch's bf16 product at 8192^3 (TFLOP/s). Times are medians of CUDA-event timings after a warm-up.
@@ -39,11 +39,17 @@ if not GPU:
 
 import json  # noqa: E402
 import platform  # noqa: E402
+from importlib.util import find_spec  # noqa: E402
+
+if MISSING := [name for name in ("triton", "transformers", "pydantic") if find_spec(name) is None]:
+    names, version = " ".join(MISSING), "{0}.{1}".format(*sys.version_info)
+    sys.exit(f"{names} not installed: pip install {names}; for a machine without a network: pip download -d wheels --only-binary=:all: "
+             f"--python-version {version} {names} where there is one, and here pip install --no-index --find-links wheels {names}")
 
 from figures import Figure, arguments, report  # noqa: E402
 
 from karui.configs.quantspec import QuantSpec  # noqa: E402
-from karui.kernels.triton_support import has_triton, tuning  # noqa: E402
+from karui.kernels.triton_support import tuning  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 START = time.monotonic()
@@ -861,8 +867,6 @@ def _steps(model: Any, loss_of: Callable[[], torch.Tensor]) -> Callable[[], torc
 
 
 def qlora(s: Sizes) -> list[Figure]:
-    from importlib.util import find_spec
-
     missing = [name for name in ("peft", "bitsandbytes") if find_spec(name) is None]
 
     def speed(make: Callable[[Any, torch.Tensor], Callable[[], torch.Tensor]]) -> float:
@@ -1046,9 +1050,6 @@ def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", choices=("correctness", "speed"), help="one half")
     given = parser.parse_args()
-    if not has_triton():
-        print("Triton is not installed: pip install 'karui[triton]'")
-        return 1
     where = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, Triton's interpreter"
     figures: list[Figure] = []
     chosen: dict[str, str] = {}

@@ -114,6 +114,12 @@ def test_a_worker_writes_what_it_finds(script, tmp_path):
     assert good.met and bad.note.startswith("failed: KeyError")
 
 
+def test_a_package_that_is_missing_is_named_with_a_way_to_bring_it():
+    hidden = f"import runpy, sys; sys.modules['pydantic'] = None; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("pydantic not installed: pip install pydantic; for a machine without")
+
+
 def test_what_does_not_fit_is_no_failure(script):
     figure = script.failure("training", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"))
     assert figure.note == "does not fit on this card: CUDA out of memory. Tried to allocate 9 GiB" and script.exit_code([figure]) == 0
