@@ -42,7 +42,7 @@ import platform  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 
 if MISSING := [name for name in ("triton", "transformers", "pydantic") if find_spec(name) is None]:
-    names, version = " ".join(MISSING), "{0}.{1}".format(*sys.version_info)
+    names, version = " ".join(MISSING), f"{sys.version_info.major}.{sys.version_info.minor}"
     sys.exit(f"{names} not installed: pip install {names}; for a machine without a network: pip download -d wheels --only-binary=:all: "
              f"--python-version {version} {names} where there is one, and here pip install --no-index --find-links wheels {names}")
 
