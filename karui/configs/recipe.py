@@ -6,6 +6,7 @@ A key that does not exist is an error that names the file, the key, the valid ke
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from karui.configs.errors import KaruiError, nearest
 from karui.configs.objectives import ObjectiveSection, SftObjective
 from karui.configs.quantspec import QuantSpec
-from karui.configs.section import Section
+from karui.configs.section import Section, Seed
 from karui.configs.steps import PrepareStep
 from karui.configs.steps.lowprec import OptimizerName
 
@@ -28,12 +29,16 @@ class ModelSection(Section):
 
     name: str = Field(description="catalogue name, hub id or folder")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="dtype of the high-precision weights")
-    revision: str | None = Field(None, description="hub revision")
 
     @model_validator(mode="before")
     @classmethod
     def _bare(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        if not isinstance(value, Mapping) or "revision" not in value:
+            return {"name": value} if isinstance(value, str) else value
+        if value["revision"] is not None:  # a key of earlier versions, which no part of karui ever read
+            raise ValueError("a revision cannot be chosen here; fetch it (hf download NAME --revision X --local-dir FOLDER) and "
+                             "give that folder as model.name")
+        return {k: v for k, v in value.items() if k != "revision"}
 
 
 class MixPart(Section):
@@ -106,14 +111,17 @@ class MoeSection(Section):
         return {"none": 0.0, "switch": 0.01, "sequence": 1e-4, "bias": 0.0}[self.balance] if self.weight is None else self.weight
 
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimSection(Section):
     """How it is minimised. Batches are counted in samples per optimizer step over all ranks."""
 
     name: OptimizerName = Field("adamw", description="8 bits or fp8: states of one byte; paged: states in main memory")
     lr: float = Field(2e-4, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: float = Field(1e-8, ge=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: float = Field(0.03, ge=0, description="below 1: share of all steps, else steps")
     final_lr: float = Field(0.0, ge=0, le=1, description="share of lr at the end of cosine and linear")
@@ -134,7 +142,7 @@ class RunSection(Section):
     """Where and how the run is executed."""
 
     output: str = Field("runs/{name}", description="folder of the run; {name} is the recipe's name")
-    seed: int = 0
+    seed: Seed = 0
     checkpoint_every: int | None = Field(None, ge=1, description="steps; null: only at the end and on Ctrl-C")
     keep: int = Field(2, ge=1, description="checkpoints kept")
     eval_every: int | None = Field(None, ge=1, description="steps; null: before and after training")
@@ -149,13 +157,18 @@ class RunSection(Section):
         "up nearly all of the fp32 one, in half of the time"
     )
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
-    threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; null: all cores")
     sharding: Literal["auto", "none", "fsdp2", "zero1", "zero2", "zero3"] = Field(
         "auto", description="of parameters and states over ranks; auto: as it was launched. zero: DeepSpeed's stages")
     context_parallel: int = Field(1, ge=1, description="ranks that share the tokens of each batch, for samples too long for one")
     checkpoint: Literal["whole", "sharded"] = Field(
         "whole", description="whole: the first rank writes whole tensors; sharded: every rank writes its part")
-    timeout: int = Field(1800, ge=1, description="seconds that ranks wait for one another before the run is ended")
+    timeout: int = Field(1800, ge=1, le=10_000_000, description="seconds that ranks wait for one another before the run is ended")
+
+    @field_validator("output")
+    @classmethod
+    def _fields(cls, value: str) -> str:
+        return _fillable(value, "name")
 
 
 class TrackSection(Section):
@@ -180,6 +193,15 @@ class ExportSection(Section):
         "auto", description="base that an adapter over a quantized one is merged into; auto: the one nearer to what was trained")
     format: Literal["karui"] = "karui"
     output: str = Field("{run}/bundle-{spec}", description="{run}: the run's folder, {spec}: the grid's spelling")
+
+    @field_validator("output")
+    @classmethod
+    def _fields(cls, value: str) -> str:
+        return _fillable(value, "run", "spec")
+
+    def target(self, run: Path) -> Path:
+        """Where the bundle of the run in this folder goes."""
+        return Path(self.output.format(run=run, spec=str(self.spec).replace(":", "-")))
 
 
 class EvalSection(Section):
@@ -206,6 +228,13 @@ class Recipe(Section):
     track: TrackSection = TrackSection()
     export: tuple[ExportSection, ...] = ()
     eval: EvalSection = EvalSection()
+
+    @model_validator(mode="after")
+    def _one_place_each(self) -> Recipe:
+        targets = [item.target(self.output) for item in self.export]
+        if twice := [str(t) for i, t in enumerate(targets) if t in targets[:i]]:
+            raise ValueError(f"export: two bundles would go to {twice[0]}; give one of them an output of its own")
+        return self
 
     @classmethod
     def load(cls, source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -241,7 +270,7 @@ class Recipe(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise KaruiError("\n".join(_explain(cls, source, item) for item in error.errors())) from error
+            raise KaruiError("\n".join(_explain(cls, source, group) for group in _grouped(error.errors()))) from error
 
     def dump(self) -> dict[str, Any]:
         """JSON-able mapping that `build` turns back into an equal recipe; specs in their short spelling."""
@@ -250,6 +279,15 @@ class Recipe(Section):
     @property
     def output(self) -> Path:
         return Path(self.run.output.format(name=self.name))
+
+
+def _fillable(text: str, *names: str) -> str:
+    """A path whose braces hold nothing but these names."""
+    try:
+        text.format(**dict.fromkeys(names, ""))
+    except (KeyError, IndexError, ValueError, AttributeError):
+        raise ValueError(f"braces hold {' or '.join('{' + n + '}' for n in names)} and nothing else") from None
+    return text
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -317,7 +355,23 @@ def _override(values: dict[str, Any], item: str) -> None:
                     )
 
 
-def _explain(model: type[BaseModel], source: str, error: Any) -> str:
+def _grouped(errors: Sequence[Any]) -> list[list[Any]]:
+    """Errors in lists of one, and in one list what each member of a union said of the same value."""
+    groups: dict[Any, list[Any]] = {}
+    for number, error in enumerate(errors):
+        loc = [str(p) for p in error["loc"]]
+        at = next((i for i, part in enumerate(loc) if _names_type(part)), None)
+        groups.setdefault(number if at is None else tuple(loc[:at]), []).append(error)
+    return list(groups.values())
+
+
+def _names_type(part: str) -> bool:
+    """Whether a part of a location is the name pydantic gives a member of a union: float, tuple[str, ...], literal['a','b']."""
+    return part in ("float", "str", "int", "bool", "constrained-float") or "[" in part
+
+
+def _explain(model: type[BaseModel], source: str, group: Sequence[Any]) -> str:
+    error = group[0]
     full = [str(p) for p in error["loc"]]
     loc, section = _without_tags(model, full)
     key = ".".join(loc)
@@ -334,8 +388,15 @@ def _explain(model: type[BaseModel], source: str, error: Any) -> str:
         return f"{source}: unknown key {key!r}; valid here: {', '.join(names)}.{nearest(loc[-1], names)}"
     if error["type"] == "missing":
         return f"{source}: key {key!r} is required and missing; add it."
-    message = error["msg"].removeprefix("Value error, ")
+    message = ", or ".join(dict.fromkeys(_said(item["msg"], first=item is error) for item in group))
     return f"{source}: {key or 'recipe'}: {message} (given: {_short(error.get('input'))})."
+
+
+def _said(message: str, *, first: bool) -> str:
+    """Pydantic's words in those of YAML."""
+    message = re.sub(r"valid dictionary or instance of \w+", "valid mapping", message.removeprefix("Value error, "))
+    message = message.replace("a valid tuple", "a list")
+    return message if first else message.removeprefix("Input should be ")
 
 
 def _short(value: Any) -> str:
@@ -348,6 +409,8 @@ def _without_tags(model: type[BaseModel], loc: list[str]) -> tuple[list[str], ty
     kept: list[str] = []
     options: list[type[BaseModel]] = [model]
     for i, part in enumerate(loc):
+        if _names_type(part):
+            break
         if len(options) > 1 and (tagged := [m for m in options if part in tags_of(m)]):
             options = tagged
             continue

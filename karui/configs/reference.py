@@ -71,7 +71,7 @@ def _table(fields: list[tuple[str, FieldInfo]]) -> list[str]:
 
 def _type(field: FieldInfo) -> str:
     limits = " and ".join(
-        f"{sign} {getattr(m, name):g}"
+        f"{sign} {getattr(m, name):.10g}"
         for m in field.metadata for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")) if hasattr(m, name)
     )
     return (_name(field.annotation) + (f" {limits}" if limits else "")).replace("|", "\\|")

@@ -40,13 +40,18 @@ def run_pipeline(
 
     Under `accelerate launch` every rank trains; export and comparison happen on the first rank.
     """
+    from karui.inference.bundle.staging import check_target
     from karui.qat.methods import method as find_method
     from karui.trainers.run import run_recipe
 
     if not isinstance(recipe, Recipe):
         recipe = Recipe.load(recipe, overrides)
-    for item in recipe.export:
-        find_method(item.method)  # a wrong name should not cost a training run
+    for item in recipe.export:  # what is wrong here should not cost a training run
+        find_method(item.method)
+        if recipe.output not in (target := item.target(recipe.output)).parents:  # an earlier run's own bundles move aside with it
+            check_target(target, overwrite=False)
+    if recipe.export and recipe.eval.perplexity and not Path(recipe.eval.perplexity).is_file():
+        raise KaruiError(f"eval.perplexity {recipe.eval.perplexity!r}: no such file.")
     result = run_recipe(recipe, resume=resume, dry_run=dry_run, hold_tracker=True)
     try:
         if result.final is None or int(os.environ.get("RANK", "0")) != 0:
@@ -64,7 +69,7 @@ def _export_and_compare(recipe: Recipe, result: RunResult) -> PipelineResult:
 
     bundles: list[Path] = []
     for item in recipe.export:
-        target = Path(item.output.format(run=result.folder, spec=str(item.spec).replace(":", "-")))
+        target = item.target(result.folder)
         how = Calibration(method=item.method, samples=item.samples, length=item.length)
         done = export_run(result.folder, spec=item.spec, embedding=item.embedding, output=target, how=how, merge=item.merge)
         bundles.append(done.path)

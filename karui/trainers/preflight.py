@@ -332,7 +332,7 @@ def _exports(recipe: Recipe, shape: ModelShape) -> tuple[Export, ...]:
     rest = (shape.parameters - shape.body - matrices * shape.head) * dtype
     embedding = (Linear(name="embedding", out=shape.vocab, width=shape.hidden),) * matrices
     return tuple(
-        Export(spec=str(e.spec), output=e.output.format(run=recipe.output, spec=e.spec),
+        Export(spec=str(e.spec), output=str(e.target(recipe.output)),
                weight_bytes=weight_bytes(shape.linears, e.spec, dtype) + weight_bytes(embedding, e.embedding, dtype) + rest)
         for e in recipe.export)
 

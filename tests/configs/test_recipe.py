@@ -46,6 +46,19 @@ def test_overrides_reach_every_depth(tmp_path):
     ("prepare.0.rnak=3", "unknown key 'prepare.0.rnak'.*Did you mean 'rank'"),
     ("optin.lr=1", "unknown key 'optin'.*Did you mean 'optim'"),
     ("optim.lr=-1", "optim.lr: .*greater than 0.*given: -1"),
+    ("optim.lr=.inf", "optim.lr: .*finite number"),
+    ("optim.eps=-1", "optim.eps: .*greater than or equal to 0"),
+    ("optim.betas=[5, 0.9]", "optim.betas.0: .*less than 1"),
+    ("optim.steps=true", "optim.steps: true or false is no value of this key"),
+    ("run.threads=1000000000", "run.threads: .*less than or equal to 4096"),
+    ("data.train=''", "data.train: an empty text"),
+    ("run.output=''", "run.output: an empty text"),
+    ("run.output=runs/{nam}", r"run.output: braces hold \{name\} and nothing else"),
+    ("export=[{output: '{rn}'}]", r"export.0.output: braces hold \{run\} or \{spec\}"),
+    ("export=[{}, {method: gptq}]", "two bundles would go to runs/mine/bundle-w4g32"),
+    ("model.revision=main", "a revision cannot be chosen here"),
+    ("prepare.0.targets=3", r"^[^\n]*prepare.0.targets: Input should be a valid string, or a list \(given: 3\)\.$"),
+    ("objective={kind: distil, label: -1}", r"^[^\n]*objective.label: .*equal to 0, or a list \(given: -1\)\.$"),
     ("prepare.0.base=w4q3", "prepare.0.base: .*w4q3"),
     ("prepare.0.base=none", "qlora needs a quantized base"),
     ("prepare.3.rank=1", "'3' is not an index"),
@@ -80,3 +93,7 @@ def test_missing_recipe_lists_the_shipped_ones():
 def test_frozen(tmp_path):
     with pytest.raises(ValueError, match="frozen"):
         Recipe.load(write(tmp_path, MINIMAL)).optim.lr = 1.0
+
+
+def test_recipes_stored_with_the_key_that_was_dropped_still_load():
+    assert Recipe.build(MINIMAL | {"model": {"name": "m", "revision": None}}).model.name == "m"

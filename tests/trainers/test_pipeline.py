@@ -133,6 +133,16 @@ def test_a_wrong_method_is_refused_before_training(make_recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_what_would_fail_after_training_is_refused_before_it(make_recipe, tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    with pytest.raises(KaruiError, match="taken exists already"):
+        run_pipeline(make_recipe(export=[{"output": str(tmp_path / "taken")}]))
+    with pytest.raises(KaruiError, match="eval.perplexity 'no.txt': no such file"):
+        run_pipeline(make_recipe(export=[{"spec": "w4g32"}], eval={"perplexity": "no.txt"}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_full_training_exports_its_own_weights(make_recipe):
     recipe = make_recipe(prepare=[], optim={"lr": 1e-3, "steps": 3}, eval={"speed": False, "held_out": False})
     result = run_pipeline(recipe)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from karui.configs.quantspec import QuantSpec
-from karui.configs.section import Section
+from karui.configs.section import Section, Seed
 
 Init = Literal["kaiming", "gaussian", "pissa", "olora", "loftq", "eva"]
 
@@ -71,7 +71,7 @@ class VeraStep(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: str | tuple[str, ...] = Field("all-linear", description="all-linear, or names of linear layers")
     d_initial: float = Field(0.1, description="start of the vector between the projections")
-    seed: int = Field(0, description="of the projections")
+    seed: Seed = Field(0, description="of the projections")
 
 
 class Ia3Step(Section):

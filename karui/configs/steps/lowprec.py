@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from karui.configs.section import Section
+from karui.configs.section import Section, Seed
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 RecipeName = Literal["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4", "nvfp4"]
@@ -54,7 +54,7 @@ class PrecisionKeys(Section):
     tensor_scale: bool = Field(True, description="nvfp4: an fp32 scale per tensor above the blocks' E4M3 scales")
     history: int = Field(1024, ge=1, description="fp8-delayed: steps of amax remembered")
     margin: int = Field(0, ge=0, description="fp8-delayed: the scale is divided by 2^margin")
-    seed: int = Field(0, description="of stochastic rounding")
+    seed: Seed = Field(0, description="of stochastic rounding")
     pad: bool = Field(True, description="zero-pad dimensions that are no multiple of the block; false: an error")
     frozen: Literal["codes", "master"] = Field("codes", description="a frozen weight is quantized once: keep codes, or both")
     backend: Backend = Field("auto", description="who multiplies; an explicit one that cannot serve is an error")
