@@ -86,6 +86,8 @@ class DistilObjective(Section):
     @model_validator(mode="after")
     def _fits(self) -> DistilObjective:
         _parameter_fits(self.divergence, self.parameter)
+        if self.k != 50 and self.rows == "full":
+            raise ValueError("k belongs to rows: topk or sampled")
         if self.cache is not None and self.rows == "full":
             raise ValueError("a cache holds topk or sampled rows; write rows: topk")
         if self.cache is not None and (self.features or self.relations):

@@ -78,6 +78,14 @@ class DataSection(Section):
         None, ge=1, description="shuffle within so many neighbours, and the order of those windows; null: over everything. "
         "For sets larger than memory on a slow disk")
 
+    @model_validator(mode="after")
+    def _fits(self) -> DataSection:
+        if not self.mix and (self.weight != 1 or self.repeat != 1):
+            raise ValueError("weight and repeat are of a mix, and there is none; optim.epochs reads train more than once")
+        if self.shuffle_window is not None and not self.shuffle:
+            raise ValueError("shuffle_window shuffles, and shuffle is false; leave one of them out")
+        return self
+
 
 class MoeSection(Section):
     """How a mixture of experts is kept balanced while it is trained: losses beside the objective's, or a bias. All of them are of

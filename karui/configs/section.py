@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Names = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Section(BaseModel):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from karui.configs.quantspec import QuantSpec
-from karui.configs.section import Section, Seed
+from karui.configs.section import Names, Section, Seed
 
 Init = Literal["kaiming", "gaussian", "pissa", "olora", "loftq", "eva"]
 
@@ -19,9 +19,9 @@ class LoraStep(Section):
 
     method: Literal["lora", "qlora"]
     rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
+    alpha: float = Field(32.0, gt=0, le=1e6, description="the update is scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: str | tuple[str, ...] = Field("all-linear", description="all-linear, or names of linear layers")
+    targets: str | Names = Field("all-linear", description="all-linear, or names of linear layers")
     rslora: bool = Field(False, description="scale by alpha / sqrt(rank) (arXiv 2312.03732)")
     dora: bool = Field(False, description="train a magnitude per output row beside the direction (arXiv 2402.09353)")
     init: Init = Field("kaiming", description="where A and B start: kaiming, gaussian: B = 0; pissa (2404.02948), olora "
@@ -67,10 +67,10 @@ class VeraStep(Section):
     """VeRA (arXiv 2310.11454): shared random projections, two trained vectors per layer."""
 
     method: Literal["vera"]
-    rank: int = Field(256, ge=1, description="of the shared projections, which are not trained")
+    rank: int = Field(256, ge=1, le=65536, description="of the shared projections, which are not trained")
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: str | tuple[str, ...] = Field("all-linear", description="all-linear, or names of linear layers")
-    d_initial: float = Field(0.1, description="start of the vector between the projections")
+    targets: str | Names = Field("all-linear", description="all-linear, or names of linear layers")
+    d_initial: float = Field(0.1, ge=-1e6, le=1e6, description="start of the vector between the projections")
     seed: Seed = Field(0, description="of the projections")
 
 
@@ -78,7 +78,7 @@ class Ia3Step(Section):
     """IA3 (arXiv 2205.05638): one factor per key, value and inner feed-forward value."""
 
     method: Literal["ia3"]
-    targets: tuple[str, ...] = Field(("k_proj", "v_proj", "down_proj"), description="names of linear layers")
+    targets: Names = Field(("k_proj", "v_proj", "down_proj"), description="names of linear layers")
     feedforward: tuple[str, ...] = Field(("down_proj",), description="targets whose input is scaled, not their output")
 
 
@@ -87,6 +87,6 @@ class PromptStep(Section):
     layer (prefix, 2101.00190)."""
 
     method: Literal["prompt", "prefix"]
-    tokens: int = Field(20, ge=1, description="virtual tokens")
+    tokens: int = Field(20, ge=1, le=65536, description="virtual tokens")
     text: str | None = Field(None, description="start from the embeddings (prompt), or the keys and values (prefix), of this "
                              "text, repeated to the length; null: random embeddings, and keys and values of random tokens")

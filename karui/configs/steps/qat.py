@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from karui.configs.quantspec import QuantSpec
-from karui.configs.section import Section
+from karui.configs.section import Names, Section
 
 
 def _grid(text: str) -> Any:
@@ -15,7 +15,7 @@ def _grid(text: str) -> Any:
 
 
 class _OnGrid(Section):
-    targets: tuple[str, ...] = Field(("all-linear",), description="all-linear, or patterns of linears of the blocks")
+    targets: Names = Field(("all-linear",), description="all-linear, or patterns of linears of the blocks")
     skip: tuple[str, ...] = Field((), description="patterns of linears that stay in high precision")
 
     @model_validator(mode="after")
@@ -42,6 +42,9 @@ class LearnedGridStep(_OnGrid):
     def _start_fits(self) -> LearnedGridStep:
         if self.start != "search" and self.method in ("pact", "seq"):
             raise ValueError(f"start belongs to lsq and lsq_plus; {self.method} has a rule of its own")
+        if self.method in ("lsq", "seq") and (self.activation_bits != 8 or self.range_lr != 5e-3):
+            raise ValueError("activation_bits and range_lr are of lsq_plus and pact, whose activations have a learned range; "
+                             f"with {self.method} a spec that ends in a8 rounds activations")
         return self
 
 
@@ -88,8 +91,8 @@ class LlmQatStep(_OnGrid):
     method: Literal["llm_qat"]
     spec: QuantSpec = _grid("w4g64a8")
     kv_bits: int | None = Field(8, ge=2, le=8, description="bits of keys and values; null: they stay as they are")
-    generate: int = Field(256, ge=0, description="samples the model writes; 0: train on the recipe's own data")
-    length: int = Field(256, ge=8, description="tokens per written sample")
+    generate: int = Field(256, ge=0, le=10_000_000, description="samples the model writes; 0: train on the recipe's own data")
+    length: int = Field(256, ge=8, le=1_000_000, description="tokens per written sample")
 
 
 class QatLoraStep(_OnGrid):
@@ -97,8 +100,8 @@ class QatLoraStep(_OnGrid):
 
     method: Literal["qat_lora"]
     spec: QuantSpec = _grid("w4g64")
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
+    rank: int = Field(16, ge=1, le=65536)
+    alpha: float = Field(32.0, gt=0, le=1e6, description="the update is scaled by alpha / rank")
     learn_steps: bool = Field(False, description="the steps of an integer grid train too (LSQ); else they stay where the weights "
                               "err least")
 

@@ -29,7 +29,7 @@ class UpcycleStep(Section):
     """A mixture of experts from copies of the feed-forward layers; see `karui.distill.reshape.upcycle`."""
 
     method: Literal["upcycle-moe"]
-    experts: int = Field(ge=2, description="experts of each layer")
+    experts: int = Field(ge=2, le=4096, description="experts of each layer")
     top_k: int = Field(2, ge=1, description="experts a token goes through")
     split: int = Field(1, ge=1, description="experts that one copy of the feed-forward layer is cut into")
     correction: bool = Field(False, description="routers with the bias that moe.balance bias moves; the model becomes a glm4_moe")
