@@ -132,6 +132,15 @@ def test_a_narrow_step_bounds_the_drafts():
 
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3", "medusa"])
+def test_chunks_that_leave_one_token_of_a_prompt_over(name):
+    """13 = 2 * 6 + 1, and 8 = 7 + 1: the last row of the prompt is the first of the rounds."""
+    for width, prompt in ((6, PROMPTS[2]), (7, PROMPTS[0])):
+        made = engine(CONFIGS[name], max_tokens_per_step=width)
+        assert said(made, prompts=[prompt]) == said(engine(), prompts=[prompt])
+        assert made.stats.num_drafted_tokens > 0 and made.gained
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "medusa"])
 def test_cancelling_between_two_calls(name):
     made, seen = engine(CONFIGS[name]), []
     request = Request(prompt=PROMPTS[0], params=GREEDY, on_delta=lambda d: seen.append(d) or len(seen) < 4)

@@ -335,6 +335,8 @@ class NativeEagle3Proposer(Eagle3Proposer):
 
     def lend(self, tokens: Sequence[int], stream: Any, room: int) -> None:
         """The rows that the layer has not seen, and its keys, with room for more."""
+        if len(self.tokens) < len(self.positions):  # the prompt's last token, left over by its chunks, is the first round's row
+            self.tokens.append(tokens[self.positions[-1] + 1])
         self._lengthen(room + self.depth)
         n = stream.pending = len(self.positions)
         returned = len(self.streams) == 1 and self.streams[0].data_ptr() == self.waiting.data_ptr()
