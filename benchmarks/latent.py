@@ -1,13 +1,16 @@
 """Latent and sparse attention: what a cached token takes, and what decoding reads and takes, by form, runner and peer.
 
-    python benchmarks/latent.py [--quick] [--threads N] [--json OUT]
+    python benchmarks/latent.py [--quick] [--only torch|native|sparse] [--threads N] [--json OUT]
 
 A random model of four layers (quick: two) with the attention of DeepSeek-V2-Lite (16 heads, a latent of 512 and a shared key of 64)
 and next to nothing beside it decodes one token over a full cache: with W_UK folded into the query, and with keys and values made of
 every latent, both in turn in one process, on the torch runner. Then one layer with the 128 heads of DeepSeek-V3.2, its indexer (64 heads, 2,048
-keys chosen) against all keys. Then the native runner: the same attention against the torch runner, and random weights in the shape that recipe
+keys chosen) against all keys ("torch"). Then the native runner ("native"): the same attention against the torch runner, and random weights in the shape that recipe
 `mla` makes of SmolLM2-135M, int4, against transformers and against SmolLM2's own attention on the native runner, which caches twice as much;
-two threads, or with --threads 1 one and its processor time, for machines that do other things besides.
+two threads, or with --threads 1 one and its processor time, for machines that do other things besides. Last ("sparse") what recipe
+`sparse-attention` makes of that, with 64, 512 and 2,048 chosen keys, against the same latents without an indexer; its goals: twice the
+tokens at a context of 32,768, and no fewer at 2,048. Caches of the native runner hold drawn numbers: memory that nothing was written to
+reads as one page.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ SMOL: dict[str, Any] = dict(
 KINDS: dict[str, dict[str, Any]] = {
     "latents": dict(SMOL, model_type="deepseek_v3", num_key_value_heads=9, q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64,
                     qk_rope_head_dim=64, v_head_dim=64, attention_bias=True, first_k_dense_replace=30, norm_topk_prob=True),
+    "sparse": dict(SMOL, model_type="deepseek_v32", num_key_value_heads=9, q_lora_rank=576, kv_lora_rank=128, qk_nope_head_dim=64,
+                   qk_rope_head_dim=64, v_head_dim=64, attention_bias=True, first_k_dense_replace=30, norm_topk_prob=True,
+                   index_n_heads=4, index_head_dim=96),
     "three heads": dict(SMOL, model_type="llama", num_key_value_heads=3, head_dim=64),
 }  # fmt: skip
 
@@ -37,9 +43,21 @@ KINDS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--threads", type=int, default=2, help="of the native runner and its peers; 1: processor time is measured")
+    parser.add_argument("--only", choices=("torch", "native", "sparse"))
     given = parser.parse_args()
-    layers, rounds = (2, 5) if given.quick else (4, 9)
-    figures = bytes_per_token()
+    rounds = 5 if given.quick else 9
+    figures = []
+    if given.only in (None, "torch"):
+        figures += on_torch(given, rounds)
+    if given.only in (None, "native"):
+        figures += native(given.quick, rounds, given.threads)
+    if given.only in (None, "sparse"):
+        figures += sparse(given.quick, rounds, given.threads)
+    report(figures, given.json)
+
+
+def on_torch(given: Any, rounds: int) -> list[Figure]:
+    layers, figures = 2 if given.quick else 4, bytes_per_token()
     for context in (512, 2048) if given.quick else (512, 2048, 8192):
         run, steps = made("deepseek_v3", layers), {}
         for name, materializes in (("absorbed", False), ("materialized", True)):
@@ -55,7 +73,11 @@ def main() -> None:
         figures.append(Figure(name=f"indexer, context {context}", ours=1 / times["sparse"], peer=1 / times["dense"],
                               peer_name="all keys", unit="tokens/s",
                               note=f"cache read in a step: {read[0] / 1e6:.2f} MB against {read[1] / 1e6:.2f} MB in float32"))  # fmt: skip
-    report(figures + native(given.quick, rounds, given.threads), given.json)
+    return figures
+
+
+def clock_of(threads: int) -> Any:
+    return partial(in_turn, clock=time.process_time if threads == 1 else time.perf_counter)
 
 
 def native(quick: bool, rounds: int, threads: int) -> list[Figure]:
@@ -65,13 +87,13 @@ def native(quick: bool, rounds: int, threads: int) -> list[Figure]:
 
     figures = []
     torch.set_num_threads(threads)
-    turns = partial(in_turn, clock=time.process_time if threads == 1 else time.perf_counter)
+    turns = clock_of(threads)
     ours, torch_runner = made("deepseek_v3", 2, partial(NativeRunner, threads=threads)), made("deepseek_v3", 2)
     for context in (2048,) if quick else (512, 2048, 8192):
         times = turns({"native": step_of(ours, context), "torch": step_of(torch_runner, context, False)}, rounds)
         figures.append(Figure(name=f"native, V2-Lite's attention, context {context}", ours=1 / times["native"], peer=1 / times["torch"],
                               peer_name="torch runner", goal=1.0, unit="tokens/s"))  # fmt: skip
-    runners = {name: coded(shape, threads) for name, shape in KINDS.items()}
+    runners = {name: coded(KINDS[name], threads) for name in ("latents", "three heads")}
     for context in (8, 2048, 8192) if quick else (8, 2048, 8192, 32768):
         times = turns({name: step_of(run, context, kv_dtype="float16") for name, run in runners.items()}, 2 * rounds)
         read = [run.kv_bytes_per_token("float16") * context for run in runners.values()]
@@ -90,8 +112,21 @@ def native(quick: bool, rounds: int, threads: int) -> list[Figure]:
     return figures
 
 
+def sparse(quick: bool, rounds: int, threads: int) -> list[Figure]:
+    tops = (64,) if quick else (64, 512, 2048)
+    turns, figures = clock_of(threads), []
+    runners = {"dense": coded(KINDS["latents"], threads), **{f"{top} keys": coded(dict(KINDS["sparse"], index_topk=top), threads) for top in tops}}
+    for context in (2048, 8192) if quick else (2048, 8192, 32768, 65536):
+        times = turns({name: step_of(run, context, kv_dtype="float16") for name, run in runners.items()}, rounds)
+        for name, top in zip(list(runners)[1:], tops, strict=True):
+            goal = 2.0 if context == 32768 and top <= 512 else 1.0 if context == 2048 and top < 2048 else None
+            figures.append(Figure(name=f"{name}, context {context}", ours=1 / times[name], peer=1 / times["dense"], peer_name="all keys",
+                                  unit="tokens/s", goal=goal))  # fmt: skip
+    return figures
+
+
 def coded(shape: dict[str, Any], threads: int) -> Any:
-    """Random weights on the native runner: int4 in groups of 32, embedding in int8."""
+    """Random weights on the native runner: int4 in groups of 32, embedding in int8, indexers in bf16, as exports leave them."""
     import torch
 
     from karui.configs.quantspec import QuantSpec
@@ -104,7 +139,8 @@ def coded(shape: dict[str, Any], threads: int) -> Any:
     config = from_hf(shape)
     four, eight = QuantSpec.parse("w4g32"), QuantSpec.parse("w8")
     return NativeRunner(config, {
-        name: quantize(torch.randn(size) * size[-1] ** -0.5, four if ".layers." in name else eight) if len(size) > 1 else torch.ones(size)
+        name: torch.ones(size) if len(size) == 1 else (torch.randn(size) * size[-1] ** -0.5).bfloat16() if ".indexer." in name
+        else quantize(torch.randn(size) * size[-1] ** -0.5, four if ".layers." in name else eight)
         for name, size in expected_shapes(config).items()}, threads=threads)  # fmt: skip
 
 
@@ -187,6 +223,12 @@ def step_of(run: Any, context: int, materializes: bool | None = None, kv_dtype: 
 
     run.allocate(blocks, 16, kv_dtype)
     if materializes is None:
+        drawn = None
+        for first in range(0, context, 1024):
+            slots = torch.arange(first, min(first + 1024, context))
+            data, scale = run.read_slots(slots)
+            drawn = torch.randn(data.shape) if drawn is None else drawn * 1.001
+            run.write_slots(slots, drawn[:, :, :len(slots)].to(data.dtype), scale)
         return step
     for cells in (run._kv._cells, run._kv._index):
         cells.tensors[0].normal_()

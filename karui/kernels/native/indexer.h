@@ -99,9 +99,10 @@ template <typename T> static void find_index(const IndexCache& c, const int32_t*
 
 constexpr int SCORED = W == 16 ? 4 : 2;  // vectors of keys at once, and heads
 
-// total[v] += w relu(q . k) of NH heads in order.
-template <typename T, int NH>
-INLINE void add_heads(const IndexCache& c, const T* const* keys, const float* const* scale, const float* query, const float* weight, V* total) {
+// total[v] += w relu(q . k) of NH heads in order. after: with AHEAD, groups of keys to ask for, as many as are computed.
+template <typename T, int NH, bool AHEAD>
+INLINE void add_heads(const IndexCache& c, const T* const* keys, const float* const* scale, const float* query, const float* weight, V* total,
+                      const T* const* after) {
     V sum[NH][SCORED];
     for (int h = 0; h < NH; h++)
         for (int v = 0; v < SCORED; v++) sum[h][v] = set1(0.0f);
@@ -111,6 +112,8 @@ INLINE void add_heads(const IndexCache& c, const T* const* keys, const float* co
         for (int v = 0; v < SCORED; v++) factor[v] = sizeof(T) == 1 ? load(scale[v] + first / group * 16) : set1(1.0f);
         for (int d = first; d < first + group; d++) {
             V k[SCORED];
+            if (AHEAD && d * sizeof(T) % 4 == 0)
+                for (int g = 0; g < SCORED * W / 16; g++) __builtin_prefetch(after[g] + d * 16, 0, 2);
             for (int v = 0; v < SCORED; v++) k[v] = sizeof(T) == 1 ? mul(load(keys[v] + d * 16), factor[v]) : load(keys[v] + d * 16);
             for (int h = 0; h < NH; h++) {
                 const V q = set1(query[h * c.dim + d]);
@@ -122,13 +125,16 @@ INLINE void add_heads(const IndexCache& c, const T* const* keys, const float* co
         for (int v = 0; v < SCORED; v++) total[v] = fma(set1(weight[h]), vmax(sum[h][v], set1(0.0f)), total[v]);
 }
 
-// out[row * ld + key] of `rows` rows of queries [heads][dim] and weights [heads], for all KEYS keys; no score is NaN.
+// out[row * ld + key] of `rows` rows of queries [heads][dim] and weights [heads], for all KEYS keys; no score is NaN. after: keys that are
+// needed next and lie in the cache, or null.
 template <typename T>
 static void score_index(const IndexCache& c, const IndexKeys& found, int heads, int rows, const float* query, const float* weight, float* out,
-                        int64_t ld) {
+                        int64_t ld, const IndexKeys* after) {
     for (int first = 0; first < 16 * found.groups; first += SCORED * W) {
         const T* keys[SCORED];
         const float* scale[SCORED];
+        const T* ahead[SCORED];
+        for (int g = 0; after && g < SCORED * W / 16; g++) ahead[g] = (const T*)after->keys[std::min(first / 16 + g, after->groups - 1)];
         for (int v = 0; v < SCORED; v++) {
             const int at = first + v * W, g = std::min(at / 16, found.groups - 1);  // past the last: computed, never looked at
             keys[v] = (const T*)found.keys[g] + at % 16;
@@ -139,8 +145,10 @@ static void score_index(const IndexCache& c, const IndexKeys& found, int heads, 
             V total[SCORED];
             for (int v = 0; v < SCORED; v++) total[v] = set1(0.0f);
             int h = 0;
-            for (; h + 4 <= heads; h += 4) add_heads<T, 4>(c, keys, scale, q + (int64_t)h * c.dim, w + h, total);
-            for (; h < heads; h++) add_heads<T, 1>(c, keys, scale, q + (int64_t)h * c.dim, w + h, total);
+            for (; h + 4 <= heads; h += 4)
+                if (after && !r && !h) add_heads<T, 4, true>(c, keys, scale, q, w, total, ahead);
+                else add_heads<T, 4, false>(c, keys, scale, q + (int64_t)h * c.dim, w + h, total, nullptr);
+            for (; h < heads; h++) add_heads<T, 1, false>(c, keys, scale, q + (int64_t)h * c.dim, w + h, total, nullptr);
             for (int v = 0; v < SCORED; v++) store(out + r * ld + first + v * W, vmax(total[v], set1(-FLT_MAX)));
         }
     }

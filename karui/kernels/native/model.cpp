@@ -840,7 +840,9 @@ struct Model {
         const Linear *parts[] = {low ? &y.latent->down : &y.q, &y.k, x ? &x->k : nullptr, x ? &x->weights : nullptr};
         const Lora* lora[] = {low ? base + 7 : base, base + 1, nullptr, nullptr};
         float* out[] = {low ? low_query.data : gate.data, kv.data, index_key.data, index_weight.data};
-        const int ld[] = {low ? ld_ranked : ld_qkv, ld_kv, x ? x->dim : 0, x ? x->heads : 0}, count = x ? 4 : 2;
+        const int ld[] = {low ? ld_ranked : ld_qkv, ld_kv, x ? x->dim : 0, x ? x->heads : 0};
+        const bool asks = x && !index_items.empty();  // else only its keys are wanted
+        const int count = asks ? 4 : x ? 3 : 2;
         Inputs& hidden = norm_rows(y.input_norm, parts, count, T, t, n);
         linears(parts, count, hidden.normed.data, ld_hidden, hidden.coded, T, out, ld, false, t, n, base ? lora : nullptr);
         if (!low) return;
@@ -851,7 +853,7 @@ struct Model {
         const Linear* queries[] = {&y.q, x ? &x->q : nullptr};
         const Lora* of_queries[] = {base, nullptr};
         float* made[] = {gate.data, index_query.data};
-        const int ld_made[] = {ld_qkv, x ? x->heads * x->dim : 0}, both = x ? 2 : 1;
+        const int ld_made[] = {ld_qkv, x ? x->heads * x->dim : 0}, both = asks ? 2 : 1;
         quantize(queries, both, in.ranked.data, ld_ranked, first, last, in.coded);
         prepared(t);
         linears(queries, both, in.ranked.data, ld_ranked, in.coded, T, made, ld_made, false, t, n, base ? of_queries : nullptr);
@@ -863,6 +865,7 @@ struct Model {
         for (int d = 0; d < x.dim; d++) key[d] += x.bias[d];
         rotate(key, cs, sn, latent->rope, 1.0f);
         write_index(index[places[layer].number], written(layer, (int)r), key);
+        if (index_items.empty()) return;
         const float scale = 1.0f / sqrtf((float)x.dim), share = 1.0f / sqrtf((float)x.heads);
         for (int head = 0; head < x.heads; head++, query += x.dim) {
             rotate(query, cs, sn, latent->rope, scale);
@@ -926,15 +929,21 @@ struct Model {
     }
     template <typename T> void score_item(const IndexCache& cached, const IndexItem& item, int layer, Scratch& w, float* scores) {
         const int64_t row = b->query_starts[item.sequence] + item.first;
-        float* own = w.index_keys.need((size_t)KEYS * 2 * cached.dim);
-        for (int first = item.from; first < item.to; first += KEYS) {
+        const size_t room = (size_t)KEYS * 2 * cached.dim;
+        float* own = w.index_keys.need(2 * room);
+        IndexKeys keys[2];
+        auto find = [&](int first, int i) {
             int32_t slots[KEYS];
             const int count = std::min(KEYS, item.to - first);
             list_slots(places[layer].group, item.sequence, item.first + item.rows - 1, first, count, slots);
-            IndexKeys keys;
-            find_index<T>(cached, slots, count, own, keys);
-            score_index<T>(cached, keys, indexer->heads, item.rows, index_query.data + row * indexer->heads * indexer->dim,
-                           index_weight.data + row * indexer->heads, scores + first, item.ld);
+            find_index<T>(cached, slots, count, own + i * room, keys[i]);
+        };
+        find(item.from, 0);
+        for (int first = item.from, i = 0; first < item.to; first += KEYS, i = 1 - i) {
+            const bool more = first + KEYS < item.to;
+            if (more) find(first + KEYS, 1 - i);
+            score_index<T>(cached, keys[i], indexer->heads, item.rows, index_query.data + row * indexer->heads * indexer->dim,
+                           index_weight.data + row * indexer->heads, scores + first, item.ld, more ? &keys[1 - i] : nullptr);
         }
     }
     void choose_row(const IndexItem& item, int layer, int r, const float* scores, Scratch& w) {
