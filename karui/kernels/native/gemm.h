@@ -20,7 +20,11 @@ template <int BITS, int Q> INLINE U unpack(const uint8_t* chunk) {  // quad Q of
     if constexpr (BITS == 8) return bytes(chunk + 64 * Q);
     else if constexpr (BITS == HALVES) return halves(unpack<4, Q>(chunk));
     else if constexpr (BITS == 4) return field<4 * (Q % 2), 15>(bytes(chunk + 64 * (Q / 2)));
-    else {
+    else if constexpr (BITS == 6) {
+        const U high = bytes(chunk + 256 + 64 * (Q / 4)), low = unpack<4, Q>(chunk);
+        if constexpr (Q % 4 < 2) return bor(low, field_up<4 - 2 * (Q % 4), 48>(high));
+        else return bor(low, field<2 * (Q % 4) - 4, 48>(high));
+    } else {
         U low = field<2 * (Q % 4), 3>(bytes(chunk + 64 * (Q / 4)));
         if constexpr (BITS == 2) return low;
         else if constexpr (Q >= 2) return bor(low, field<Q - 2, 4>(bytes(chunk + 128)));
@@ -53,7 +57,7 @@ INLINE void finish(const Linear& w, V sum, int row, float* y, bool accumulate) {
 }
 
 // Rows [m0, m0+M) of the activations, which lie in one tile, times rows [row, row + N*W) of the weights.
-// BITS: 2, 3, 4, 8 or HALVES. BLOCK: 16, 32, or 0 for longer blocks. AFFINE: a zero point per group.
+// BITS: 2, 3, 4, 6, 8 or HALVES. BLOCK: 16, 32, or 0 for longer blocks. AFFINE: a zero point per group.
 template <int BITS, int M, int N, int BLOCK, bool AFFINE>
 static void tile_int(const Linear& w, const Activations& a, int m0, int row, float* y, int ldy, bool accumulate) {
     typedef Dot<BITS> D;
@@ -243,6 +247,7 @@ static void decode_chunk(const Linear& w, int panel, int c, float* out) {
         zero[h] = w.zeros ? iload_u8(w.zeros + i) : iset1(w.zero);
     }
     if (w.bits == 8) decode_quads<8, 0>(w, codes, scale, zero, out);
+    else if (w.bits == 6) decode_quads<6, 0>(w, codes, scale, zero, out);
     else if (w.bits == 4) decode_quads<4, 0>(w, codes, scale, zero, out);
     else if (w.bits == 3) decode_quads<3, 0>(w, codes, scale, zero, out);
     else decode_quads<2, 0>(w, codes, scale, zero, out);
@@ -331,6 +336,7 @@ static void multiply(const Linear& w, const Activations& a, int rows, int first,
     auto with_bits = [&](auto affine) {
         if (w.kind == E2M1) with(std::integral_constant<int, HALVES>(), std::false_type());
         else if (w.bits == 8) with(std::integral_constant<int, 8>(), affine);
+        else if (w.bits == 6) with(std::integral_constant<int, 6>(), affine);
         else if (w.bits == 4) with(std::integral_constant<int, 4>(), affine);
         else if (w.bits == 3) with(std::integral_constant<int, 3>(), affine);
         else with(std::integral_constant<int, 2>(), affine);

@@ -1239,6 +1239,10 @@ static void pack(const uint8_t* codes, int n, int k, int k_padded, int bits, uin
             const int q = i % CHUNK / 4, at = 4 * (r % PANEL) + i % 4, v = codes[(int64_t)r * k + i];
             if (bits == 8) chunk[64 * q + at] = (uint8_t)v;
             else if (bits == 4) chunk[64 * (q / 2) + at] |= (uint8_t)(v << 4 * (q % 2));
+            else if (bits == 6) {
+                chunk[64 * (q / 2) + at] |= (uint8_t)((v & 15) << 4 * (q % 2));
+                chunk[256 + 64 * (q / 4) + at] |= (uint8_t)(v >> 4 << 2 * (q % 4));
+            }
             else {
                 chunk[64 * (q / 4) + at] |= (uint8_t)((v & 3) << 2 * (q % 4));
                 if (bits == 3) chunk[128 + at] |= (uint8_t)(v >> 2 << q);

@@ -245,6 +245,18 @@ template <int BITS> struct Dot {
     }
     INLINE I close(I total, P p) { return _mm256_add_epi32(total, _mm256_madd_epi16(p, _mm256_set1_epi16(1))); }
 };
+// The pairs of 6-bit codes stay below 16,003; two of them fill int16, so each is widened.
+template <> struct Dot<6> {
+    static constexpr int bias = 0;
+    typedef __m256i P;
+    INLINE P open(I total) { return total; }
+    INLINE P step(P p, U w, U x) {
+        p = _mm256_add_epi32(p, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+        asm("" : "+x"(p));
+        return p;
+    }
+    INLINE I close(I, P p) { return p; }
+};
 // 8-bit codes would saturate int16 as unsigned: |code - 128| <= 128 times x with the sign moved over stays below 32,513.
 template <> struct Dot<8> {
     static constexpr int bias = 128;

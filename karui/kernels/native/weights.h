@@ -3,12 +3,13 @@
 // Rows are taken in panels of 16 and inputs in chunks of 32. A panel is stored whole, chunk after chunk; n is padded to a
 // multiple of 16, k to a multiple of 32 and of the group size. Padding has scale 0.
 //
-// Quantized (bits 2, 3, 4, 8). Codes are unsigned; value = (code - zero) * scale. A chunk is 8 quads (quad q = inputs
+// Quantized (bits 2, 3, 4, 6, 8). Codes are unsigned; value = (code - zero) * scale. A chunk is 8 quads (quad q = inputs
 //   4q .. 4q+3 of all 16 rows = 64 bytes, row r at bytes 4r .. 4r+3), and quads share bytes:
 //     8 bits: 512 bytes, quad q is vector q
 //     4 bits: 256 bytes, quad q is bits 4*(q%2) of vector q/2
 //     2 bits: 128 bytes, quad q is bits 2*(q%4) of vector q/4
 //     3 bits: 192 bytes, the low two bits as above, then one vector holding bit 2 of quad q at bit q
+//     6 bits: 384 bytes, the low four bits as 4 bits, then the high two bits as 2 bits
 //   scales [panel][group][16], fp16 or fp32; zeros [panel][group][16] uint8, or one number for the whole matrix.
 // nf4: laid out as 4 bits, value = table[code] * scale; always multiplied with float activations.
 // e2m1 (MXFP4, NVFP4): laid out as 4 bits, value = table[code] * scale, where table holds twice the number that the code stands for, whole

@@ -2,7 +2,7 @@
 
 What becomes of a weight:
     int 2, 3, 4 bits (group, channel, tensor; symmetric or affine)   2, 3, 4 bits, integer products
-    int 5 to 8 bits                                                  8 bits, integer products
+    int 5, 6 bits; 7, 8 bits                                         6; 8 bits, integer products
     ternary, binary                                                  2 bits, integer products
     nf4, nf4dq                                                       4 bits and a table of 16 values, float products
     mxfp4, nvfp4                                                     4 bits, integer products: E2M1 is whole numbers of halves
@@ -128,7 +128,7 @@ def _codes(name: str, q: QTensor) -> _Codes:
         table = torch.tensor(halves, dtype=torch.float32)
     else:
         kind = QUANTIZED
-        bits = 2 if spec.format != "int" else spec.bits if spec.bits <= 4 else 8
+        bits = 2 if spec.format != "int" else spec.bits if spec.bits <= 4 else 6 if spec.bits <= 6 else 8
         offset = 1 if spec.format != "int" else 0 if q.zero is not None else 2 ** (bits - 1)
         middle = offset if q.zero is None else 2 ** (spec.bits - 1)
     if not torch.isfinite(scale.float()).all():
