@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,31 @@ class Detokenizer:
         """What was held back for a stop text that did not come; half a character is dropped."""
         text, self._held = self._held, ""
         return "" if self.stopped is not None else text
+
+
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTE_ALPHABET = {chr(b): b for b in _PRINTABLE} | {
+    chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)}
+"""The character that stands for each byte in a byte-level vocabulary."""
+
+
+def token_text(backend: Any, token: int) -> str:
+    """A token as it is within a text: with the space in front that decoders drop at a text's beginning."""
+    ids = [token]
+    once, twice = (str(backend.decode(ids * n, skip_special_tokens=False)) for n in (1, 2))
+    return twice[len(once):]
+
+
+def token_bytes(backend: Any, token: int) -> bytes:
+    """The same in UTF-8. Of half a character, there U+FFFD, its bytes, by GPT-2's byte alphabet or a name such as <0xE6>."""
+    text = token_text(backend, token)
+    if "\ufffd" in text:
+        piece = backend.id_to_token(token)
+        if named := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
+            return bytes([int(named[1], 16)])
+        if all(c in BYTE_ALPHABET for c in piece):
+            return bytes(BYTE_ALPHABET[c] for c in piece)
+    return text.encode("utf-8", "replace")
 
 
 def backend_of(tokenizer: Any) -> Any:

@@ -10,7 +10,7 @@ from karui.configs.errors import KaruiError
 from karui.inference.engine import Engine
 from karui.inference.models.decoder import TorchRunner
 from karui.inference.requests import Request, SamplingParams
-from karui.inference.text import Detokenizer, encode_chat, encode_prompt
+from karui.inference.text import BYTE_ALPHABET, Detokenizer, encode_chat, encode_prompt, token_bytes, token_text
 from tests.inference.conftest import tiny
 
 
@@ -107,3 +107,21 @@ def test_the_engine_stops_at_a_text_and_streams_the_rest():
     assert (out.text, out.finish_reason, out.stop_reason) == (text, "stop", stop)
     assert out.token_ids == tokens[:len(out.token_ids)] and len(out.token_ids) < 40
     engine.check_integrity()
+
+
+def test_bytes_of_tokens_join_to_the_text_where_characters_are_split():
+    ids = ids_of("na\u00efve \U0001f984")
+    assert b"".join(token_bytes(BACKEND, t) for t in ids).decode() == "na\u00efve \U0001f984"
+    assert [token_text(BACKEND, t) for t in ids[:3]] == ["n", "a", "\ufffd"]
+    assert sorted(BYTE_ALPHABET) == sorted(c for c in TOKENIZER.get_vocab() if len(c) == 1) and sorted(BYTE_ALPHABET.values()) == list(range(256))
+
+
+def test_tokens_of_a_sentencepiece_vocabulary_keep_their_space_and_their_bytes():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {"<unk>": 0, "\u2581of": 1, "of": 2, **{f"<0x{b:02X}>": 3 + b for b in range(256)}}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    assert [token_text(backend, t) for t in (1, 2, 3 + 65)] == [" of", "of", "A"]
+    assert [token_bytes(backend, t) for t in (1, 3 + 65, 3 + 0xE6)] == [b" of", b"A", b"\xe6"]

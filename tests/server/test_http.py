@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
 import pytest
 
+from karui.configs.errors import KaruiError
 from karui.inference.requests import SamplingParams
 from karui.inference.server.protocol import ApiError, parse_chat, parse_completion
 from tests.evaluate.tiny import engine
@@ -76,6 +78,9 @@ def test_stop_texts_and_logprobs(client: Any) -> None:
     assert cut["text"] == whole["text"][:whole["text"].index(stop)] and cut["finish_reason"] == "stop"
     chat = client.post("/v1/chat/completions", json=CHAT | {"logprobs": True, "top_logprobs": 3}).json()["choices"][0]
     assert len(chat["logprobs"]["content"]) == 8 and len(chat["logprobs"]["content"][0]["top_logprobs"]) == 3
+    said = b"".join(bytes(entry["bytes"]) for entry in chat["logprobs"]["content"])  # of split characters, too
+    assert "\ufffd" in "".join(entry["token"] for entry in chat["logprobs"]["content"])
+    assert said.decode("utf-8", "replace").startswith(chat["message"]["content"])
 
 
 BAD: list[tuple[str, Any, int, str]] = [
@@ -133,6 +138,24 @@ def test_one_impossible_prompt_among_several_cancels_the_others(client: Any) -> 
         time.sleep(0.01)
     client.engine.check_integrity()
     assert not client.engine.has_work and client.engine.stats.num_generated_tokens < 400
+
+
+def test_one_impossible_prompt_beside_one_that_streams_ends_the_stream_with_an_error(client: Any) -> None:
+    """The other's text has begun when it is found out."""
+    add, began = client.engine.add, threading.Event()
+
+    def slow(request: Any) -> str:
+        if len(request.prompt) > 1:
+            return add(request)
+        began.wait(5)
+        raise KaruiError("it can never fit.")
+
+    client.engine.add = slow
+    step = client.engine.step
+    client.engine.step = lambda: (step(), client.engine.stats.num_generated_tokens > 2 and began.set())
+    response = client.post("/v1/completions", json=TEXT | {"prompt": ["fine", [7]], "max_tokens": 100, "ignore_eos": True, "stream": True})
+    lines = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
+    assert "choices" in lines[0] and lines[-1]["error"]["message"] == "it can never fit."
 
 
 @pytest.mark.parametrize(("raw", "code"), [

@@ -26,6 +26,7 @@ from karui.inference.server.protocol import (
     parse_json,
     usage,
 )
+from karui.inference.text import backend_of, token_bytes, token_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -157,16 +158,10 @@ class Service:
                                          headers={"Cache-Control": "no-cache"})
             body = await self._until_disconnect(http, self._whole(call, route, requests, stream))
             return JSONResponse(body) if body is not None else JSONResponse(ApiError(499, "The client went away.").body(), 499)
-        except ApiError as error:
-            self.metrics.finished(route, str(error.status))
-            return JSONResponse(error.body(), error.status)
-        except KaruiError as error:
-            self.metrics.finished(route, "400")
-            code = "context_length_exceeded" if "context" in str(error) else "invalid_value"
-            return JSONResponse(ApiError(400, str(error), code=code).body(), 400)
-        except LoopDead as error:
-            self.metrics.finished(route, "503")
-            return JSONResponse(ApiError(503, str(error), code="engine_dead").body(), 503)
+        except (ApiError, KaruiError, LoopDead) as error:
+            failure = _failure(error)
+            self.metrics.finished(route, str(failure.status))
+            return JSONResponse(failure.body(), failure.status)
 
     async def _accept(self, http: Http, route: str) -> tuple[Call, list[Request]]:
         body = b""
@@ -204,10 +199,16 @@ class Service:
 
     def _text_of(self, token: int) -> str:
         tokenizer = self.engine.tokenizer
-        return tokenizer.decode([token]) if tokenizer is not None else str(token)
+        return token_text(backend_of(tokenizer), token) if tokenizer is not None else str(token)
+
+    def _bytes_of(self, token: int) -> bytes:
+        tokenizer = self.engine.tokenizer
+        return token_bytes(backend_of(tokenizer), token) if tokenizer is not None else str(token).encode()
 
     def _logprobs(self, route: str, entries: list[Any], offset: int = 0) -> dict[str, Any]:
-        return chat_logprobs(entries, self._text_of) if route == "chat" else completion_logprobs(entries, self._text_of, offset)
+        if route == "chat":
+            return chat_logprobs(entries, self._text_of, self._bytes_of)
+        return completion_logprobs(entries, self._text_of, offset)
 
     async def _whole(self, call: Call, route: str, requests: list[Request], stream: _Merged) -> dict[str, Any]:
         choices = [Choice() for _ in range(len(requests) * call.params.n)]
@@ -259,9 +260,9 @@ class Service:
                 counts = usage(sum(len(r.prompt) for r in requests), sum(c.tokens for c in choices))
                 yield event(None, usage=counts)
             yield "data: [DONE]\n\n"
-        except (ApiError, LoopDead) as error:
+        except (ApiError, KaruiError, LoopDead) as error:
             # The status is sent already; the stream's last event carries the error instead.
-            failure = error if isinstance(error, ApiError) else ApiError(503, str(error), code="engine_dead")
+            failure = _failure(error)
             self.metrics.finished(route, str(failure.status))
             yield f"data: {json.dumps(failure.body())}\n\n"
         finally:
@@ -290,6 +291,15 @@ class Service:
         kind = "text_completion" if route == "completions" else "chat.completion.chunk" if chunk else "chat.completion"
         prefix = "cmpl" if route == "completions" else "chatcmpl"
         return {"id": f"{prefix}-{stream.id}", "object": kind, "created": stream.created, "model": call.model}
+
+
+def _failure(error: ApiError | KaruiError | LoopDead) -> ApiError:
+    """What a client is told of it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, LoopDead):
+        return ApiError(503, str(error), code="engine_dead")
+    return ApiError(400, str(error), code="context_length_exceeded" if "context" in str(error) else "invalid_value")
 
 
 class _Merged:

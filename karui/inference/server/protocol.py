@@ -214,11 +214,10 @@ def _message(message: Any, index: int) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], text_of: Any) -> dict[str, Any]:
-    """Chat's `logprobs` object; `text_of` maps a token id to its text."""
+def chat_logprobs(entries: Sequence[TokenLogprob], text_of: Any, bytes_of: Any) -> dict[str, Any]:
+    """Chat's `logprobs` object; `text_of` and `bytes_of` map a token id to its text and to its bytes."""
     def item(token: int, value: float) -> dict[str, Any]:
-        text = text_of(token)
-        return {"token": text, "logprob": max(value, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
+        return {"token": text_of(token), "logprob": max(value, -9999.0), "bytes": list(bytes_of(token))}
 
     return {"content": [{**item(e.token, e.raw), "top_logprobs": [item(t, v) for t, v in e.top]} for e in entries]}
 
