@@ -7,7 +7,7 @@ Where models are kept: `$KARUI_CACHE`, else `~/.cache/karui`. The import is lean
 """
 
 from karui.catalogue.entries import CATALOGUE, Entry, entries
-from karui.catalogue.helpers import load_config, load_tokenizer
+from karui.catalogue.helpers import load_causal_lm, load_config, load_model_config, load_tokenizer
 from karui.catalogue.resolver import resolve
 
-__all__ = ["CATALOGUE", "Entry", "entries", "load_config", "load_tokenizer", "resolve"]
+__all__ = ["CATALOGUE", "Entry", "entries", "load_causal_lm", "load_config", "load_model_config", "load_tokenizer", "resolve"]

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from karui.configs.quantspec import QuantSpec
 from karui.configs.section import Section
 
-Share = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1e6)]
 Weight = Share | tuple[Share, Share]
 """A constant, or [from, to]: linear over the run."""
 Divergence = Literal[
@@ -73,7 +73,7 @@ class DistilObjective(Section):
     logits: Weight = Field(1.0, description="weight of the divergence from the teacher's distribution")
     divergence: Divergence = "forward_kl"
     parameter: float | None = Field(None, ge=0, le=1, description="jsd: beta; skewed: alpha")
-    temperature: float = Field(1.0, gt=0, description="of the loss")
+    temperature: float = Field(1.0, gt=0, le=1000, description="of the loss")
     rows: Literal["full", "topk", "sampled"] = Field("full", description="how much of the teacher's distribution is looked at")
     k: int = Field(50, ge=1, description="topk: tokens kept; sampled: tokens drawn")
     cache: str | None = Field(None, description="topk and sampled: auto, or a folder; the teacher runs once for all students")
@@ -110,11 +110,11 @@ class OnPolicyObjective(Section):
         "divergence", description="divergence: GKD (arXiv 2306.13649); policy-gradient: reverse KL of the drawn tokens")
     divergence: Divergence = "jsd"
     parameter: float | None = Field(None, ge=0, le=1, description="jsd: beta, 0.5 when not given; skewed: alpha")
-    temperature: float = Field(1.0, gt=0, description="of the loss; the sampler's is sample_temperature")
+    temperature: float = Field(1.0, gt=0, le=1000, description="of the loss; the sampler's is sample_temperature")
     on_policy: float = Field(1.0, ge=0, le=1, description="share of samples whose text the student writes (GKD's lambda)")
     off_policy_first: float = Field(0.0, ge=0, lt=1, description="share of the run that stays on the data's text (Qwen3)")
     max_new_tokens: int = Field(128, ge=1)
-    sample_temperature: float = Field(1.0, gt=0)
+    sample_temperature: float = Field(1.0, gt=0, le=1000)
     top_p: float = Field(1.0, gt=0, le=1, description="below 1 the rollouts are no longer the student's distribution")
     staleness: int = Field(0, ge=0, description="updates the sampler's weights may lag behind")
     max_ratio: float = Field(5.0, gt=1, description="bound of the importance ratio (policy-gradient)")
@@ -167,7 +167,7 @@ class Eagle3Objective(Section):
     steps: int = Field(5, ge=1, le=10, description="passes of training-time test")
     decay: float = Field(0.8, gt=0, le=1, description="weight of pass i is decay^i")
     vocabulary: int = Field(4096, ge=16, description="most frequent tokens of the data that it can draft")
-    intermediate: int | None = Field(None, ge=8, description="width of its feed-forward layer; null: the model's")
+    intermediate: int | None = Field(None, ge=8, le=1_000_000, description="width of its feed-forward layer; null: the model's")
     kv_heads: int | None = Field(None, ge=1, description="key-value heads; more of them copy more exactly; null: the model's")
     soft: bool = Field(True, description="learn the model's distribution; false: its text")
     start: Literal["copy", "random"] = Field("copy", description="copy: the layer's attention begins as an induction head")

@@ -5,7 +5,6 @@ A key that does not exist is an error that names the file, the key, the valid ke
 
 from __future__ import annotations
 
-import contextlib
 import re
 import types
 import typing
@@ -334,9 +333,8 @@ def _override(values: dict[str, Any], item: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise KaruiError(f"--set {item!r}: the value is malformed YAML: {error}") from error
-    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
-        with contextlib.suppress(ValueError):
-            value = float(value)
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):  # YAML 1.1 reads 1e-4 as a string
+        value = float(value)
     parts, node = key.strip().split("."), values
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1

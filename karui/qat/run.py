@@ -326,11 +326,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def load(path: Path, dtype: torch.dtype) -> nn.Module:
     """The causal LM of a folder, from safetensors only, without remote code; attention is sdpa, eager where it has no other."""
-    from transformers import AutoModelForCausalLM
+    from karui.catalogue import load_causal_lm
 
-    return AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    model: nn.Module = load_causal_lm(path, dtype=dtype)
+    return model
 
 
 def source_of(path: Path) -> list[Any]:

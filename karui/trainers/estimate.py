@@ -175,12 +175,11 @@ class Outline:
 
 def outline(recipe: Recipe) -> Outline:
     """From the model's config alone."""
-    from transformers import AutoConfig
-
+    from karui.catalogue import load_model_config
     from karui.trainers.model import weights_folder
     from karui.trainers.stages import planned
 
-    model = skeleton(planned(recipe, AutoConfig.from_pretrained(weights_folder(recipe.model.name)))[0])
+    model = skeleton(planned(recipe, load_model_config(weights_folder(recipe.model.name)))[0])
     shape = shape_of(model)
     return Outline(model=model, shape=shape, trained=trained_by(recipe, model, shape))
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from karui.catalogue.helpers import has_recurrent_layers
 from karui.catalogue.logits import logit_scale, logit_softcap, scaled
-from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
+from karui.configs.errors import UnsupportedError
 from karui.configs.recipe import ModelSection
 from karui.kernels.cross_entropy import linear_cross_entropy
 from karui.kernels.document_attention import document_attention
@@ -41,26 +41,16 @@ def load_model(section: ModelSection) -> nn.Module:
 
     Raises:
         UnsupportedError: an architecture whose logits or attention need what the packed path does not compute.
-        CorruptError: a weight file that cannot be read.
+        CorruptError: a weight file that cannot be read, or weights that are not there.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from karui.catalogue import resolve
+    from karui.catalogue import load_causal_lm, resolve
 
     folder = resolve(section.name)
     register_attention()
     transformers_logging.disable_progress_bar()
-    dtype = getattr(torch, section.dtype)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True, trust_remote_code=False
-        )
-    except SafetensorError as error:
-        raise CorruptError(f"{folder}: a weight file cannot be read: {error}. Fetch the model again.") from error
-    except (OSError, ValueError) as error:
-        raise KaruiError(f"model {section.name!r} at {folder} cannot be loaded: {error}") from error
+    model: nn.Module = load_causal_lm(folder, dtype=getattr(torch, section.dtype), attn_implementation=ATTENTION)
     check_supported(model)
     install_sparse_attention(model)
     return model

@@ -130,13 +130,11 @@ class Preflight:
 
 def dry_run(recipe: Recipe, *, world: int = 1) -> Preflight:
     """The preflight of a recipe: reads the model's config and tokenizer and the data, no weights."""
-    from transformers import AutoConfig
-
-    from karui.catalogue import resolve
+    from karui.catalogue import load_model_config, resolve
     from karui.trainers.stages import planned
 
     folder = resolve(recipe.model.name)
-    config, told = planned(recipe, AutoConfig.from_pretrained(folder))
+    config, told = planned(recipe, load_model_config(folder))
     tokenizer, train, evaluation = read_data(recipe.data, folder)
     found = preflight(recipe, config, tokenizer, train, evaluation, world=world)
     return replace(found, notes=(*told, *found.notes))

@@ -296,16 +296,16 @@ class Setup:
 def prepare(recipe: Recipe) -> Setup:
     """Load tokenizer, samples and model, and do the recipe's prepare steps; the same on every rank (seeded)."""
     import torch
-    from transformers import AutoConfig
 
     from karui.adapters.files import fingerprint
+    from karui.catalogue import load_model_config
     from karui.trainers.data import read_data
     from karui.trainers.model import install_lean_ops, load_model, weights_folder
     from karui.trainers.stages import Context, check_order, make_stages, planned
 
     check_order(recipe)
     folder = weights_folder(recipe.model.name)
-    planned(recipe, AutoConfig.from_pretrained(folder))  # what it refuses should not cost reading data and weights
+    planned(recipe, load_model_config(folder))  # what it refuses should not cost reading data and weights
     tokenizer, samples, held_out = read_data(recipe.data, folder)
     model: Any = load_model(recipe.model)
     _check_vocabulary(model, samples)
