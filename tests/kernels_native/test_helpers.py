@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from karui.configs.errors import KaruiError
-from karui.kernels.native import argmax, available, chosen_isa, isas, quiet_torch, top_k
+from karui.inference.loading import make_runner
+from karui.inference.models.decoder import TorchRunner
+from karui.kernels.native import argmax, available, chosen_isa, isas, library, quiet_torch, top_k
 from karui.kernels.native import build as build_module
+from tests.inference.conftest import tiny
 
 needs_compiler = pytest.mark.skipif(not available(), reason="no C++ compiler")
 
@@ -42,6 +47,29 @@ def test_no_compiler_and_a_failing_one_are_told(monkeypatch, tmp_path):
     with pytest.raises(KaruiError, match="could not compile"):
         build_module.build("generic")
     assert not list(tmp_path.rglob("*.so")) and not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("why", ["no C++ compiler", "Not a directory"])
+def test_without_kernels_the_torch_runner_serves(why, monkeypatch, tmp_path):
+    """No compiler, or a cache that cannot be written."""
+    _, config, weights = tiny("llama")
+    opened = SimpleNamespace(path=tmp_path, weights=lambda: weights)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KARUI_CACHE", str(tmp_path / ("file" if why == "Not a directory" else "cache")))
+    if why == "no C++ compiler":
+        monkeypatch.setattr(build_module, "compiler", lambda: None)
+    try:
+        for found in (library.load, library._load, library.unavailable):
+            found.cache_clear()
+        assert type(make_runner(opened, config)) is TorchRunner
+        with pytest.raises(KaruiError, match=why.replace("+", "[+]")):
+            make_runner(opened, config, choice="native")
+        monkeypatch.setenv("KARUI_ISA", "none")
+        with pytest.raises(KaruiError, match="KARUI_ISA='none' cannot run here"):
+            make_runner(opened, config)
+    finally:
+        for found in (library.load, library._load, library.unavailable):
+            found.cache_clear()
 
 
 @needs_compiler
