@@ -273,6 +273,8 @@ BAD_FILES = {
     "empty list": ("a.json", b"[]", "the data set is empty"),
     "empty text": ("a.txt", b" \n", "the file is empty"),
     "malformed line": ("a.jsonl", f"{GOOD}\n{GOOD[:-3]}\n".encode(), "a.jsonl line 2: malformed JSON at column"),
+    "half a character": ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1: .*half of a surrogate pair"),
+    "half a character in json": ("a.json", b'[{"text": "\\uDE00"}]', "a.json: .*half of a surrogate pair"),
     "deep": ("a.jsonl", b"[" * 100_000, "line 1: malformed JSON: nested too deep"),
     "malformed json": ("a.json", b'[{"text": "x"},\n{]', "a.json: malformed JSON at line 2 column 2"),
     "lines in .json": ("a.json", f"{GOOD}\n{GOOD}\n".encode(), "One object per line belongs in a .jsonl"),

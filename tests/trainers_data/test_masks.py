@@ -178,6 +178,9 @@ def test_a_template_that_leaves_out_tools_is_refused(tokenizers_by_name):
     user = {"role": "user", "content": "1+1"}
     with pytest.raises(UnsupportedError, match="leaves out the call to 'add'"):
         masked(tokenizers_by_name["chatml"], [user, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    asked = {"role": "user", "content": "Please add 1 and 1"}  # the name stands in the text, the call does not
+    with pytest.raises(UnsupportedError, match="leaves out the call to 'add'"):
+        masked(tokenizers_by_name["chatml"], [asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
     with pytest.raises(UnsupportedError, match="leaves out the tool 'sub'"):
         masked(tokenizers_by_name["chatml"], [user, {"role": "assistant", "content": "2"}],
                tools=({"type": "function", "function": {"name": "sub"}},))

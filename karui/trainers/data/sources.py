@@ -90,6 +90,9 @@ def _kind(path: Path) -> str:
 
 
 def _folder(path: Path, name: str) -> FileSource:
+    if any((path / known).is_file() for known in ("dataset_info.json", "dataset_dict.json")):
+        raise KaruiError(f"data {name!r}: this folder was written by save_to_disk of datasets; write its rows as a file instead: "
+                         "load_from_disk(folder).to_parquet(file), of a split if it has several.")
     files = [p for p in sorted(path.rglob("*")) if p.is_file() and p.suffix.lower() in SUFFIXES
              and not any(part.startswith(".") for part in p.relative_to(path).parts)]
     kinds = sorted({_kind(p) for p in files})
@@ -147,6 +150,17 @@ def _decode(data: bytes, place: str) -> str:
                          "convert the file, e.g. iconv -f latin1 -t utf-8.") from error
 
 
+def _whole(value: Any, text: str, place: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can spell and no text can hold."""
+    if "\\ud" not in text and "\\uD" not in text:
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise KaruiError(f"{place}: {error.object[error.start]!r} is half of a surrogate pair, so the text was cut inside a "
+                         "character; mend or remove it.") from error
+
+
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     empty = True
     try:
@@ -157,7 +171,9 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 empty, place = False, f"{path} line {number}"
                 text = _decode(line, place)
                 try:
-                    yield place, json.loads(text)
+                    value = json.loads(text)
+                    _whole(value, text, place)
+                    yield place, value
                 except (json.JSONDecodeError, RecursionError) as error:
                     why = ": nested too deep" if isinstance(error, RecursionError) else f" at column {error.colno}: {error.msg}"
                     raise KaruiError(f"{place}: malformed JSON{why}. Every line of a .jsonl file is one JSON object; "
@@ -177,6 +193,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
                  else f" at line {error.lineno} column {error.colno}: {error.msg}")
         hint = " One object per line belongs in a .jsonl file." if "Extra data" in where else ""
         raise KaruiError(f"{path}: malformed JSON{where}.{hint}") from error
+    _whole(value, text, str(path))
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     if not isinstance(value, list):

@@ -68,7 +68,7 @@ class ChatTemplate:
         else:
             text = self._text(messages, tools, example.place)
             spans = [self._turn(messages, tools, i, text, example.place) for i in trained]
-        self._check_tools(messages, tools, text, example.place)
+        self._check_tools(messages, tools, example.place)
         return Rendered(text, tuple(_joined(spans)))
 
     def _turn(self, messages: list[dict[str, Any]], tools: Any, turn: int, text: str, place: str) -> Span:
@@ -115,10 +115,22 @@ class ChatTemplate:
         user = [{"role": "user", "content": "x"}]
         return self._text(user, tools, place, add_generation_prompt=True)[len(self._text(user, tools, place)):]
 
-    def _check_tools(self, messages: list[dict[str, Any]], tools: Any, text: str, place: str) -> None:
-        names = [("the call to", c["function"]["name"]) for m in messages for c in m.get("tool_calls", ())]
-        names += [("the tool", t.get("function", t).get("name", "")) for t in tools or ()]
-        lost = next(((what, name) for what, name in names if name not in text), None)
+    def _check_tools(self, messages: list[dict[str, Any]], tools: Any, place: str) -> None:
+        """Every tool and call is in the text: under names that no content can hold, as "search" is in many a question."""
+        names: list[tuple[str, str]] = []
+
+        def renamed(what: str, function: dict[str, Any]) -> dict[str, Any]:
+            names.append((what, str(function.get("name", ""))))
+            return {**function, "name": f"karui_name_{len(names)}_"}
+
+        probe = [{**m, "tool_calls": [{**c, "function": renamed("the call to", c["function"])} for c in m["tool_calls"]]}
+                 if m.get("tool_calls") else m for m in messages]
+        shown = [{**t, "function": renamed("the tool", t["function"])} if isinstance(t.get("function"), dict)
+                 else renamed("the tool", t) for t in tools or ()] or None
+        if not names:
+            return
+        text = self._text(probe, shown, place)
+        lost = next((found for i, found in enumerate(names, 1) if f"karui_name_{i}_" not in text), None)
         if lost:
             raise UnsupportedError(f"{place}: the chat template of {self.name} leaves out {lost[0]} {lost[1]!r}: it does not "
                                    "know tools. Use a model whose template does, or write the call into the content.")
