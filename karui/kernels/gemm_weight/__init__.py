@@ -24,7 +24,6 @@ from karui.kernels.gemm_grouped import Groups, gemm_grouped
 from karui.kernels.gemm_weight import reference
 from karui.kernels.pack import pack
 from karui.kernels.qtensor import QTensor
-from karui.kernels.quantize.microscaling import e8m0_value
 from karui.kernels.quantize.nf4 import block_absmax
 from karui.kernels.triton_support import Backend, use_triton
 
@@ -46,7 +45,7 @@ class PackedWeight:
     data: uint8 [N, K * bits / 8], lowest bits first (4 bits with high_first: the first of a pair in the high half).
     span: 0, or codes lie in words of 32 bits, lowest bits first: word j of each `span` inputs holds those of the inputs
         j + p * span / P for its P = 32 / bits places p.
-    scale: fp32, bf16 or fp16 [N, G]; nvfp4: float8_e4m3fn [N, K / 16].
+    scale: fp32, bf16 or fp16 [N, G]; mxfp8, mxfp4: E8M0 in uint8; nvfp4: float8_e4m3fn [N, K / 16].
     zero: int32-valued uint8 [N, G] or None (then `middle`).  divisor: fp32 [N], nvfp4's scale of the whole tensor, row by row.
     """
 
@@ -109,10 +108,10 @@ def pack_weight(q: QTensor) -> PackedWeight:
     if q.spec.format == "nf4":
         form, scale = "nf4", block_absmax(q)
     elif q.spec.format == "mxfp4":
-        form, scale = "e2m1", e8m0_value(q.scale.view(torch.uint8))
+        form, scale = "e2m1", q.scale.view(torch.uint8)
     elif q.spec.format in ("fp8", "mxfp8"):
         form, codes = "e4m3", codes.view(torch.uint8)
-        scale = e8m0_value(q.scale.view(torch.uint8)) if q.spec.format == "mxfp8" else scale
+        scale = q.scale.view(torch.uint8) if q.spec.format == "mxfp8" else scale
     elif q.spec.format == "nvfp4":
         assert q.extra is not None
         form, divisor = "nvfp4", q.extra["global_scale"].float().expand(n).contiguous()
@@ -250,7 +249,7 @@ def takes_int8(w: PackedWeight) -> bool:
 
 def takes_float8(w: PackedWeight) -> bool:
     """Whether `gemm_float8` has a kernel for W."""
-    return w.form == "e4m3" and w.scale.shape[1] == 1
+    return w.form == "e4m3" and w.scale.shape[1] == 1 and w.scale.dtype != torch.uint8
 
 
 def _check(x: torch.Tensor, width: int, w: PackedWeight, op: str) -> None:

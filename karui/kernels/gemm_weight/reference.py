@@ -9,6 +9,7 @@ import torch
 
 from karui.kernels.pack import unpack
 from karui.kernels.quantize.elements import E2M1, decode
+from karui.kernels.quantize.microscaling import e8m0_value
 from karui.kernels.quantize.nf4 import codebook
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def codes(w: PackedWeight) -> torch.Tensor:
 
 def dequantize(w: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """W [N, K]."""
-    c, scale = codes(w), w.scale.float()
+    c, scale = codes(w), e8m0_value(w.scale) if w.scale.dtype == torch.uint8 else w.scale.float()
     if w.form == "int":
         zero = w.middle if w.zero is None else w.zero.float().unsqueeze(-1)
         value = c.float().view(*scale.shape, -1) - zero

@@ -28,7 +28,7 @@ from karui.kernels.gemm_weight import PackedWeight
 from karui.kernels.quantize.elements import E2M1, values
 from karui.kernels.quantize.nf4 import codebook
 from karui.kernels.triton_support import capability, interpreting, num_processors
-from karui.kernels.triton_support.codecs import decode_e2m1, decode_e4m3, encode_e4m3
+from karui.kernels.triton_support.codecs import decode_e2m1, decode_e4m3, e8m0_value, encode_e4m3, scale_value
 from karui.kernels.triton_support.offline import WIDE_LOADS, Case
 from karui.kernels.triton_support.products import dot
 from karui.kernels.triton_support.tuning import Config, config, launch
@@ -123,10 +123,13 @@ def _value(packed, place, BITS: tl.constexpr, table_ptr, FORM: tl.constexpr, HAR
 
 @triton.jit
 def _factor(scale_ptr, at, keep, divisor, FORM: tl.constexpr):
-    """fp32 scales; nvfp4's are E4M3 bytes over what their tensor was multiplied by."""
+    """fp32 scales; nvfp4's are E4M3 bytes over what their tensor was multiplied by, other bytes E8M0."""
     if FORM == 3:
         return tl.div_rn(decode_e4m3(tl.load(scale_ptr + at, keep, 0).to(tl.int32)), divisor)
-    return tl.load(scale_ptr + at, keep, 0.0).to(tl.float32)
+    elif scale_ptr.dtype.element_ty == tl.uint8:
+        return e8m0_value(tl.load(scale_ptr + at, keep, 0).to(tl.int32))
+    else:
+        return tl.load(scale_ptr + at, keep, 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -244,7 +247,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, table_ptr, divisor_ptr, bias_ptr, a
                 if ZERO:
                     shift += tl.load(zero_ptr + row * num_groups + at).to(tl.float32)
                 product -= shift[:, None] * tl.sum(x.to(tl.float32), 1)[None, :]
-            acc += product * tl.load(scale_ptr + row * num_groups + at).to(tl.float32)[:, None]
+            acc += product * scale_value(tl.load(scale_ptr + row * num_groups + at))[:, None]
     if FORM == 3:
         acc = tl.div_rn(acc, tl.broadcast_to(tl.load(divisor_ptr + row)[:, None], [BN, BM]))
     if LORA:
@@ -611,7 +614,7 @@ def offline_cases() -> list[Case]:
         ("int8 fp32", 8, 0, False, 128, 0, tf32),
     ]:  # fmt: skip
         single = dict.fromkeys(("x_ptr", "a_ptr", "b_ptr", "low_ptr") if "fp32" in name else (), "*fp32")
-        signature = types(_gemm, **single, **({"scale_ptr": "*u8"} if form == 3 else {}))
+        signature = types(_gemm, **single, **({"scale_ptr": "*u8"} if form > 2 else {}))
         for cc, pattern in expects.items():
             constants = {"MIDDLE": 2 ** (bits - 1) if form == 0 and not zero else 0, "BITS": bits, "FORM": form, "HARD": cc >= 89,
                          "HIGH_FIRST": form == 1, "ZERO": zero, "SPREAD": "int2 g32" in name, "BIAS": False,

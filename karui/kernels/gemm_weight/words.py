@@ -4,8 +4,8 @@ As in `triton`, W is decoded in registers and is the tall operand; but a word ho
 step apart, so those of one place in the words belong to neighbouring inputs: x goes to the tensor cores as it lies in memory, and
 a thread reads whole words. With the codes of a byte side by side, gathering bytes and splitting x took most of a step, and the
 instructions were the limit, not the memory: by count of the machine code int4 in groups of 32 and of 128 reached 27 and 57 % of
-an H200's bandwidth, ternary 23 %, NVFP4 26 %. So int4 and MXFP4 reach all of it with 8 rows or fewer, NF4 96 %, ternary 89 % (all
-with int8 inputs), NVFP4, whose values take a scale for every 16 inputs, 69 % (`triton_support.count`).
+an H200's bandwidth, ternary 23 %, NVFP4 26 %. So int4 reaches all of it with 8 rows or fewer, NF4 96 %, MXFP4 92 %, ternary 89 %
+(all with int8 inputs), NVFP4, whose values take a scale for every 16 inputs, 69 % (`triton_support.count`).
 
 Two words of neighbouring inputs give pairs of bf16: integers where bf16 keeps its smallest numbers, which one `fma` brings to
 size; E2M1 with its exponent and mantissa where bf16 has them, which one `fma` scales by 2^126. int8 inputs: four words give four
@@ -34,7 +34,7 @@ from karui.kernels.gemm_weight.triton import (
 )
 from karui.kernels.quantize.nf4 import codebook
 from karui.kernels.triton_support import interpreting, num_processors
-from karui.kernels.triton_support.codecs import decode_e2m1
+from karui.kernels.triton_support.codecs import decode_e2m1, e8m0_value, scale_value
 from karui.kernels.triton_support.offline import Case
 from karui.kernels.triton_support.products import dot
 from karui.kernels.triton_support.tuning import Config, config, launch
@@ -259,7 +259,7 @@ def _gemm(x_ptr, w_ptr, scale_ptr, zero_ptr, divisor_ptr, bias_ptr, y_ptr, tiles
                 if FORM == 3:
                     acc += product
                 else:
-                    acc += product * tl.load(scale_row + at).to(tl.float32)[:, None]
+                    acc += product * scale_value(tl.load(scale_row + at))[:, None]
                 product = tl.zeros([BN, BM], tl.float32)
     if FORM == 3:
         acc = tl.div_rn(acc, tl.broadcast_to(tl.load(divisor_ptr + row)[:, None], [BN, BM]))
@@ -335,6 +335,8 @@ def _dequantize(w_ptr, scale_ptr, zero_ptr, divisor_ptr, y_ptr, N, K, num_groups
             value -= MIDDLE
         if FORM == 3:
             scale = tl.div_rn(_scale_of(tl.load(scale_ptr + at, inside, 0)), tl.load(divisor_ptr + n, inside, 1.0))
+        elif FORM == 4:
+            scale = e8m0_value(tl.load(scale_ptr + at, inside, 0).to(tl.int32))
         else:
             scale = tl.load(scale_ptr + at, inside, 0.0).to(tl.float32)
         to = y_ptr + n.to(tl.int64)[:, None] * K + (first + j)[None, :]
@@ -435,11 +437,11 @@ def offline_cases() -> list[Case]:
         ("nf4, few rows", 4, 1, 0, 256, 64, False, 8, 64, 2, 3), ("nf4", 4, 1, 0, 256, 64, False, 64, 64, 4, 3),
         ("int2 affine g32", 2, 0, 0, 512, 32, True, 8, 32, 2, 4), ("nvfp4", 4, 3, 0, 128, 16, False, 8, 32, 2, 4),
     ]:  # fmt: skip
-        changed = {"scale_ptr": "*u8"} if form == 3 else {"scale_ptr": "*fp32"} if form in (1, 4) else {}
+        changed = {"scale_ptr": "*u8"} if form > 2 else {"scale_ptr": "*fp32"} if form == 1 else {}
         signature = {n: (kinds | changed)[n] for n in _gemm.arg_names if n in kinds}
         constants = {"BITS": bits, "FORM": form, "MIDDLE": middle, "SPAN": span, "GROUP": group, "ZERO": zero,
                      "BIAS": False, "PARTS": "few" in name, "GROUPED": "experts" in name, "BM": bm, "BN": bn}  # fmt: skip
-        scales = (span // group) * ({3: 1, 0: 2}.get(form, 4) + zero) if group else 0
+        scales = (span // group) * ({0: 2, 1: 4}.get(form, 1) + zero) if group else 0
         cases.append(Case(f"gemm_weight words {name}", _gemm, signature, constants, bf16, warps, stages, odd,
                           (90,) if "few" in name or name == "nvfp4" else (),
                           reads=bn * (span * bits // 8 + scales) if bm <= 16 else 0))  # fmt: skip

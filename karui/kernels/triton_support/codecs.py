@@ -84,6 +84,15 @@ def e8m0_value(byte):
 
 
 @triton.jit
+def scale_value(scale):
+    """fp32 of scales; bytes are E8M0, of which 0 is taken for 0 and not for 2^-127."""
+    if scale.dtype == tl.uint8:
+        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
+
+
+@triton.jit
 def noise_tile(seed, step, layer, tensor, first_row, first_col, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     """`quantize.noise.noise_bits` of a matrix of `width` columns (a multiple of 4) at one tile: int32 [ROWS, COLS]."""
     rows = first_row + tl.arange(0, ROWS)
