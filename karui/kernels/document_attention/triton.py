@@ -80,9 +80,9 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, cu_ptr
     start, end, first = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1), tl.load(tiles_ptr + 3 * tile + 2)
     if first < end:
         rows, d = first + tl.arange(0, BM), tl.arange(0, DP)
-        q = _rows(q_ptr + h * q_head, rows, end, q_row, d, D)
-        k_ptr += (h // GROUP) * k_head
-        v_ptr += (h // GROUP) * v_head
+        q = _rows(q_ptr + h.to(tl.int64) * q_head, rows, end, q_row, d, D)
+        k_ptr += (h // GROUP).to(tl.int64) * k_head
+        v_ptr += (h // GROUP).to(tl.int64) * v_head
         if SINKS:
             top = tl.zeros([BM], tl.float32) + tl.load(sinks_ptr + h)
             total = tl.full([BM], 1.0, tl.float32)
@@ -129,8 +129,8 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_p
     end, first = tl.load(tiles_ptr + 3 * tile + 1), tl.load(tiles_ptr + 3 * tile + 2)
     if first < end:
         keys, d = first + tl.arange(0, BN), tl.arange(0, DP)
-        k = _rows(k_ptr + g * k_head, keys, end, k_row, d, D)
-        v = _rows(v_ptr + g * v_head, keys, end, v_row, d, D)
+        k = _rows(k_ptr + g.to(tl.int64) * k_head, keys, end, k_row, d, D)
+        v = _rows(v_ptr + g.to(tl.int64) * v_head, keys, end, v_row, d, D)
         dk = tl.zeros([BN, DP], tl.float32)
         dv = tl.zeros([BN, DP], tl.float32)
         for one in range(GROUP):
@@ -146,7 +146,7 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_p
                     ahead = rows - rows
                     if WINDOW and part == 1:
                         ahead = tl.load(cu_ptr + 1) - tl.load(starts_ptr + rows, rows < stop, 0)
-                    q = _rows(q_ptr + h * q_head, rows, stop, q_row, d, D)
+                    q = _rows(q_ptr + h.to(tl.int64) * q_head, rows, stop, q_row, d, D)
                     do = _rows(dout_ptr + h * D, rows, stop, HEADS * D, d, D)
                     lse = tl.load(lse_ptr + h * T + rows, rows < stop, float("inf"))
                     delta = tl.load(delta_ptr + h * T + rows, rows < stop, 0.0)
@@ -172,12 +172,12 @@ def _backward_q(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, tiles
     start, end, first = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1), tl.load(tiles_ptr + 3 * tile + 2)
     if first < end:
         rows, d = first + tl.arange(0, BM), tl.arange(0, DP)
-        q = _rows(q_ptr + h * q_head, rows, end, q_row, d, D)
+        q = _rows(q_ptr + h.to(tl.int64) * q_head, rows, end, q_row, d, D)
         do = _rows(dout_ptr + h * D, rows, end, HEADS * D, d, D)
         lse = tl.load(lse_ptr + h * T + rows, rows < end, float("inf"))
         delta = tl.load(delta_ptr + h * T + rows, rows < end, 0.0)
-        k_ptr += (h // GROUP) * k_head
-        v_ptr += (h // GROUP) * v_head
+        k_ptr += (h // GROUP).to(tl.int64) * k_head
+        v_ptr += (h // GROUP).to(tl.int64) * v_head
         dq = tl.zeros([BM, DP], tl.float32)
         for part in tl.static_range(1 + SHARED):
             begin, stop, ahead = _keys_of(part, start, end, first, cu_ptr, window, BM, WINDOW)

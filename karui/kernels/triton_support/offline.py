@@ -117,6 +117,14 @@ def compile_for(kernel: Any, signature: dict[str, str], constexprs: dict[str, An
     return Compiled(made.asm["ptx"], shared, cc, made.asm["cubin"])
 
 
+def causes(error: BaseException) -> str:
+    """An error of Triton's compiler and what it came from: the first one shows the place, the last one says what is wrong."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    return " <- ".join(f"{type(each).__name__}: {str(each)[-300:]}" for each in chain)
+
+
 def compile_case(case: Case, cc: int) -> dict[str, Any]:
     """One case's outcome: name, cc, ok, shared bytes, the pattern and whether it was found, or the error."""
     row: dict[str, Any] = {"name": case.name, "cc": cc, "expects": case.expects[cc]}
@@ -124,7 +132,7 @@ def compile_case(case: Case, cc: int) -> dict[str, Any]:
         made = compile_for(case.kernel, case.signature, case.constexprs, cc, num_warps=case.num_warps,
                            num_stages=case.num_stages, odd=case.odd, **case.options)  # fmt: skip
     except Exception as error:  # whatever the compiler throws is the result
-        return {**row, "ok": False, "error": f"{type(error).__name__}: {str(error)[:400]}"}
+        return {**row, "ok": False, "error": causes(error)}
     found = re.search(case.expects[cc], made.ptx)
     return {**row, "ok": found is not None, "shared_bytes": made.shared_bytes, "found": found.group(0) if found else None}
 
