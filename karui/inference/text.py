@@ -83,11 +83,7 @@ def backend_of(tokenizer: Any) -> Any:
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a plain text by the tokenizer's own rule, with one BOS at most. Raises `KaruiError` for invalid Unicode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise KaruiError(f"the prompt is not valid UTF-8: character {error.start} is a lone surrogate "
-                         f"({text[error.start]!r}); decode the input with errors='replace' or repair it.") from None
+    _check_unicode("prompt", text)
     bos = tokenizer.bos_token
     return list(tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
 
@@ -95,7 +91,7 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
     """Token ids of a conversation through the chat template, which writes its own special tokens; the answer's opening is added.
 
-    Raises `KaruiError` when the tokenizer has no template or the template refuses the messages.
+    Raises `KaruiError` when the tokenizer has no template, the template refuses the messages, or for invalid Unicode.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise KaruiError("this model has no chat template; send a plain prompt, or add chat_template.jinja to its folder.")
@@ -103,4 +99,13 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: A
         text = tokenizer.apply_chat_template(list(messages), **{"add_generation_prompt": True, **options, "tokenize": False})
     except Exception as error:  # jinja raises its own types, a bad role or a missing key among them
         raise KaruiError(f"the chat template refused the messages: {error}") from error
+    _check_unicode("conversation", text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _check_unicode(what: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise KaruiError(f"the {what} is not valid UTF-8: character {error.start} is a lone surrogate "
+                         f"({text[error.start]!r}); decode the input with errors='replace' or repair it.") from None

@@ -85,6 +85,8 @@ def test_one_bos_at_most():
 def test_bad_text_is_an_error_that_says_so():
     with pytest.raises(KaruiError, match="character 2 is a lone surrogate"):
         encode_prompt(TOKENIZER, "ab\ud800")
+    with pytest.raises(KaruiError, match="the conversation is not valid UTF-8: character 8 is a lone surrogate"):
+        encode_chat(TOKENIZER, [{"role": "user", "content": "\ud800"}])
     with pytest.raises(KaruiError, match="refused the messages"):
         encode_chat(TOKENIZER, [3])
     plain = byte_tokenizer()

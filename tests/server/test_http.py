@@ -95,6 +95,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("completions", TEXT | {"max_tokens": -3}, 400, "at least 1"),
     ("completions", TEXT | {"max_tokens": 1.5}, 400, "integer"),
     ("completions", TEXT | {"temperature": -1}, 400, "temperature"),
+    ("completions", TEXT | {"temperature": float("-1e307")}, 400, "number"),
     ("completions", TEXT | {"temperature": "hot"}, 400, "number"),
     ("completions", TEXT | {"top_p": 0}, 400, "top_p"),
     ("completions", TEXT | {"n": 0}, 400, "n is 0"),
@@ -166,9 +167,20 @@ def test_bodies_that_are_not_json(client: Any, raw: bytes, code: str) -> None:
     assert response.status_code == 400 and response.json()["error"]["code"] == code
 
 
-def test_a_lone_surrogate_is_refused(client: Any) -> None:
-    response = client.post("/v1/completions", content=json.dumps(TEXT | {"prompt": "a\ud800b"}))
+@pytest.mark.parametrize("body", [TEXT | {"prompt": "a\ud800b"}, CHAT | {"messages": [{"role": "user", "content": "\ud800"}]},
+                                  TEXT | {"\ud800": 1}, TEXT | {"stop": "\udfff"}])
+def test_a_lone_surrogate_is_refused(client: Any, body: Any) -> None:
+    route = "chat/completions" if "messages" in body else "completions"
+    response = client.post(f"/v1/{route}", content=json.dumps(body))
     assert response.status_code == 400 and "UTF-8" in response.json()["error"]["message"]
+    assert client.post("/v1/completions", content=json.dumps(TEXT | {"prompt": "\U0001f984"})).status_code == 200
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_numbers_of_many_digits_are_refused(client: Any, digits: int) -> None:
+    raw = json.dumps(TEXT | {"temperature": 7}).replace("7", "1" + "0" * digits)
+    response = client.post("/v1/completions", content=raw)
+    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_unknown_routes_and_methods_have_error_objects(client: Any) -> None:

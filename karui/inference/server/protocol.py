@@ -67,12 +67,17 @@ class Call:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object. Raises `ApiError` 400 for invalid UTF-8, invalid JSON or another type."""
+    """The body as a JSON object. Raises `ApiError` 400 for invalid UTF-8, also by an escape, invalid JSON or another type."""
     try:
         value = json.loads(body.decode("utf-8"))
+        if b"\\ud" in body.lower():  # half of a pair of escapes is a character that no text may hold
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"The body is not valid UTF-8 (byte {error.start}).", code="invalid_utf8") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except UnicodeEncodeError as error:
+        raise ApiError(400, f"The body is not valid UTF-8: it holds a lone surrogate ({error.object[error.start]!r}).",
+                       code="invalid_utf8") from None
+    except (ValueError, RecursionError) as error:  # of numbers, too, that have too many digits
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
@@ -168,7 +173,7 @@ def _number(body: dict[str, Any], key: str, default: float) -> float:
     value = body.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
         raise ApiError(400, f"{key} must be a number, got {value!r}.", param=key)
     return float(value)
 
