@@ -1,7 +1,8 @@
 """The runner for GPUs: the decoder on karui's Triton kernels, with a CUDA graph per batch size for decoding.
 
-    linears     q, k, v (and gate, up) as one product each; codes of 2, 4 and 8 bits, NF4, FP8, MX and NVFP4 are decoded in
-                registers (`gemm_weight`); 8-bit inputs on 8-bit or ternary weights are multiplied as codes
+    linears     q, k, v (and gate, up) as one product each; codes of 2 to 8 bits (3 in fields of 4, 5 to 7 of 8), NF4, FP8, MX
+                and NVFP4 are decoded in registers (`gemm_weight`); 8-bit inputs on 8-bit or ternary weights are multiplied as
+                codes
     experts     rows sorted by expert on the device, one grouped product for all experts (`mixture`); dense ones through
                 `gemm_grouped`, codes through `gemm_weight`
     norms       fused with the residual addition before them; those of q and k with the rotation and the cache's writing

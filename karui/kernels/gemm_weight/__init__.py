@@ -1,6 +1,6 @@
 """y = x W^T for a W kept as 2-, 4- or 8-bit codes: decoded in registers on its way to the tensor cores, never written out.
 
-    pack_weight(qtensor)           int 2, 4, 8 bits (symmetric, affine), ternary, binary, nf4, fp8, mxfp8, mxfp4, nvfp4
+    pack_weight(qtensor)           int 2 to 8 bits (symmetric, affine), ternary, binary, nf4, fp8, mxfp8, mxfp4, nvfp4
     gemm_weight(x, w)              the product, for a few rows (decoding) up to many
     gemm_weight_dgrad(dy, w)       dy W, for training on a frozen base (QLoRA, arXiv 2305.14314)
     dequantize_weight(w, dtype)    W itself, for products large enough that cuBLAS on a decoded copy wins
@@ -32,6 +32,7 @@ DEQUANTIZE_ROWS = 512
 
 Form = Literal["int", "nf4", "e4m3", "e2m1", "nvfp4"]
 _BITS = {"ternary": 2, "binary": 2, "nf4": 4, "fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}
+_STORED = {2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}  # bits of an int code -> of the field that holds it
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,12 @@ def pack_weight(q: QTensor) -> PackedWeight:
     """A matrix [N, K] of the grids named above as `PackedWeight`.
 
     Raises:
-        UnsupportedError: another grid or width, groups below 32, K no multiple of what fills a byte.
+        UnsupportedError: another grid, more than two dimensions, groups below 32, K no multiple of what fills a byte.
     """
-    bits = _BITS.get(q.spec.format, q.spec.bits)
-    if q.spec.format not in ("int", *_BITS) or bits not in (2, 4, 8) or len(q.shape) != 2:
+    bits = _BITS.get(q.spec.format) or _STORED[q.spec.bits]
+    if q.spec.format not in ("int", *_BITS) or len(q.shape) != 2:
         raise UnsupportedError(
-            f"no packed kernel for {q.spec} of shape {q.shape}; kernels take int 2, 4, 8 bits and {', '.join(_BITS)}."
+            f"no packed kernel for {q.spec} of shape {q.shape}; kernels take matrices of int and {', '.join(_BITS)}."
         )
     n, k = q.shape
     if k % (8 // bits):

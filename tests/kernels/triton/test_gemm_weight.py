@@ -24,7 +24,7 @@ from karui.kernels.gemm_weight import (
 )
 from karui.kernels.quantize import quantize
 
-SPECS = ["w4g32", "w4g128", "w4g64a", "w8g64", "w2g32a", "nf4", "mxfp4", "w1.58", "w8", "fp8", "mxfp8", "nvfp4"]
+SPECS = ["w4g32", "w4g128", "w4g64a", "w8g64", "w2g32a", "w3g32a", "w6g64", "nf4", "mxfp4", "w1.58", "w8", "fp8", "mxfp8", "nvfp4"]
 # the interpreter cuts fp32 -> bf16 off where hardware rounds: twice the error
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -168,8 +168,8 @@ def test_experts_refused(device, rng):
 
 
 def test_refusals(device, rng):
-    with pytest.raises(UnsupportedError, match="no packed kernel for w3g32"):
-        weight("w3g32", 4, 32, device, rng)
+    with pytest.raises(UnsupportedError, match=r"no packed kernel for w4g32 of shape \(2, 4, 32\)"):
+        pack_weight(quantize(torch.ones(2, 4, 32), QuantSpec.parse("w4g32")))
     with pytest.raises(UnsupportedError, match="groups of 16"):
         weight("w4g16", 4, 32, device, rng)
     _, w = weight("w4g32", 4, 32, device, rng)

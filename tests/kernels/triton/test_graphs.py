@@ -62,7 +62,7 @@ CASES = {
     "angles that grow": lambda: (UNTIED, weights(UNTIED), "float16"),
     "nvfp4, embedding too": lambda: (UNTIED, {n: quantize(w, QuantSpec.parse("nvfp4")) if w.ndim == 2 else w
                                               for n, w in weights(UNTIED).items()}, "fp8"),
-    "no kernel for the grid": lambda: (CONFIG, on_grid("w3g32"), "float16"),
+    "no kernel for the grid": lambda: (CONFIG, on_grid("w4g16"), "float16"),
 }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def test_mixtures(kind, device):
     assert (got - want).abs().max() <= (1e-4 if device.type == "cpu" else 6e-2) * want.abs().max()
 
 
-@pytest.mark.parametrize(("kind", "spec"), [("mixtral", "w4g32"), ("qwen2_moe", "w8a8"), ("qwen3_moe", "nvfp4"), ("qwen3_moe", "w3g32")])
+@pytest.mark.parametrize(("kind", "spec"), [("mixtral", "w4g32"), ("qwen2_moe", "w8a8"), ("qwen3_moe", "nvfp4"), ("qwen3_moe", "w4g16")])
 def test_experts_on_a_grid(kind, spec, device):
     """Codes stay packed; a grid without a kernel is decoded when it is loaded."""
     config = with_experts(kind, hidden_size=64)
@@ -120,7 +120,7 @@ def test_experts_on_a_grid(kind, spec, device):
     layer = config.mixture.layers.index(True)
     for module in (f"model.layers.{layer}.mlp.experts.1.up_proj", f"model.layers.{layer}.mlp.experts.3.down_proj"):
         assert torch.equal(fast.dense_weight(module), plain.dense_weight(module))
-    assert fast._packed is (spec != "w3g32") and (fast.weight_bytes() < plain.weight_bytes()) is (spec in ("w4g32", "nvfp4"))
+    assert fast._packed is (spec != "w4g16") and (fast.weight_bytes() < plain.weight_bytes()) is (spec in ("w4g32", "nvfp4"))
 
 
 def test_experts_on_two_grids_are_decoded_once(device, caplog):
@@ -186,7 +186,7 @@ def test_codes_of_whole_blocks(kv_dtype, device):
         fast.forward(dataclasses.replace(fork, tree_masks=[torch.ones(1, 1, dtype=torch.bool)]))
 
 
-@pytest.mark.parametrize(("spec", "packs"), [("w8", True), ("nvfp4", True), ("w3g32", False)])
+@pytest.mark.parametrize(("spec", "packs"), [("w8", True), ("nvfp4", True), ("w4g16", False)])
 def test_a_tied_embedding_on_a_grid(spec, packs, device):
     """Held once: packed, as the head reads it; a grid without a kernel stays codes."""
     name = "model.embed_tokens.weight"

@@ -116,7 +116,7 @@ def test_buffers_are_neither_overwritten_early_nor_read_early(streams):
         assert writes and writes <= before[i], "read before it has arrived"
 
 
-@pytest.mark.parametrize("spec", [None, "nvfp4", "w3g32"])
+@pytest.mark.parametrize("spec", [None, "nvfp4", "w4g16"])
 def test_the_runner(spec, streams):
     import dataclasses
 
