@@ -87,7 +87,8 @@ def train(
     """Run a recipe: fine-tune, export, check, compare. The same as `accelerate launch -m karui.trainers.run RECIPE`."""
     from karui.trainers.pipeline import run_pipeline
 
-    run_pipeline(recipe, overrides or (), dry_run=dry_run, resume=resume)
+    if run_pipeline(recipe, overrides or (), dry_run=dry_run, resume=resume).run.interrupted:
+        raise typer.Exit(130)
 
 
 @app.command()

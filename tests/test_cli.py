@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -30,6 +31,13 @@ def test_models_and_recipes_are_listed():
     listing = CliRunner().invoke(app, ["recipes"]).output
     assert "qlora" in listing and "demo" in listing
     assert "method: qlora" in CliRunner().invoke(app, ["recipes", "qlora"]).output
+
+
+@pytest.mark.parametrize("stopped, code", [("SIGINT", 130), (None, 0)])
+def test_a_stopped_run_is_told_by_its_exit_code(monkeypatch, stopped, code):
+    run = SimpleNamespace(run=SimpleNamespace(interrupted=stopped))
+    monkeypatch.setattr("karui.trainers.pipeline.run_pipeline", lambda *args, **kwargs: run)
+    assert CliRunner().invoke(app, ["train", "demo"]).exit_code == code
 
 
 def test_quantize_lists_methods_with_their_papers():

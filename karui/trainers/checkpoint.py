@@ -312,6 +312,8 @@ def _is_io(error: Exception) -> bool:
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
     if not isinstance(value, Mapping):
         return {prefix.removesuffix("."): value}
     return {k: v for key, inner in value.items() for k, v in _leaves(inner, f"{prefix}{key}.").items()}

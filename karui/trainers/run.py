@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,9 +93,10 @@ def run_recipe(
         heap.keep_freed()
     matmul = recipe.run.matmul if on_cpu else "fp32"
     # the recipe has the FP8 step now: accelerate must not wrap the model in modules of its own
-    with without(os.environ, FP8_BACKEND), together(recipe, accelerator), matmul_precision(matmul):
+    with (without(os.environ, FP8_BACKEND), together(recipe, accelerator), matmul_precision(matmul),
+          contextlib.ExitStack() as held):
         try:
-            return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker)
+            return _run(recipe, accelerator, resume=resume, dry_run=dry_run, setup=setup, hold_tracker=hold_tracker, held=held)
         except torch.OutOfMemoryError as error:
             raise KaruiError(
                 f"the GPU's memory is full ({error}); lower optim.micro_tokens (now {recipe.optim.micro_tokens}) or "
@@ -105,7 +106,7 @@ def run_recipe(
 
 def _run(
     recipe: Recipe, accelerator: Accelerator, *, resume: bool | str | Path | None, dry_run: bool, setup: Setup | None,
-    hold_tracker: bool,
+    hold_tracker: bool, held: contextlib.ExitStack,
 ) -> RunResult:  # fmt: skip
     import torch
 
@@ -152,7 +153,9 @@ def _run(
         laid.restore(tensors, str(start))
     if main:
         with ckpt.writing(folder, "the run's files"):
-            _open_folder(folder, recipe, keep_steps=state.step if start is not None else None)
+            with alone(folder) if folder.is_dir() else contextlib.nullcontext():
+                _open_folder(folder, recipe, keep_steps=state.step if start is not None else None)
+            held.enter_context(alone(folder))
     accelerator.wait_for_everyone()
 
     def save(now: LoopState) -> None:
@@ -408,6 +411,29 @@ def _finish(setup: Setup, folder: Path, metrics: dict[str, Any]) -> None:
             setup.tokenizer.save_pretrained(str(scratch))
         replace_folder(scratch, folder / "final")
         write_json(folder / "metrics.json", metrics)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within, no other run starts in this folder; the lock is the process's and ends with it, however it ends.
+
+    Raises:
+        KaruiError: another run is at work there.
+    """
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise KaruiError(f"another run is at work in {folder}; wait for its end, or give this one a run.output of its "
+                             "own.") from error
+        except OSError as error:  # a file system without locks
+            logger.info("%s: no lock against a second run (%s)", folder, error)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _open_folder(folder: Path, recipe: Recipe, keep_steps: int | None) -> None:

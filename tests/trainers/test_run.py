@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from karui.configs.errors import CorruptError, KaruiError
+from karui.configs.recipe import Recipe
 from karui.kernels.native import available, train
 from karui.trainers import checkpoint as ckpt
 from karui.trainers.loop import read_log
-from karui.trainers.run import run_recipe
+from karui.trainers.run import alone, run_recipe
 from tests.processes import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,6 +204,21 @@ def test_an_earlier_run_is_moved_aside_not_overwritten(finished):
     before = weights(folder)
     run_recipe(recipe)
     assert (folder.with_name("run.old1") / "final" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_a_second_run_in_a_folder_at_work_is_refused(finished):
+    recipe, folder = finished
+    with alone(folder), pytest.raises(KaruiError, match="another run is at work in .*run.output of its own"):
+        run_recipe(recipe)
+    assert not folder.with_name("run.old1").exists()
+
+
+def test_a_resume_names_the_key_of_a_step_that_changed(finished):
+    recipe, folder = finished
+    rank = recipe.prepare[0].rank
+    other = Recipe.build(recipe.dump() | {"prepare": [recipe.dump()["prepare"][0] | {"rank": rank + 1}]})
+    with pytest.raises(KaruiError, match=rf"another run .prepare.0.rank: {rank} there, {rank + 1} now"):
+        run_recipe(other, resume=folder)
 
 
 def test_a_full_disk_while_saving_keeps_the_old_checkpoint(tmp_path):
