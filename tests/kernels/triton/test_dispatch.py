@@ -68,7 +68,8 @@ def test_a_step_of_lora_as_the_trainer_runs_it(base, gpu, monkeypatch):
     from karui.trainers.data import IGNORE
     from karui.trainers.model import ATTENTION, LossSum, install_lean_ops, register_attention
 
-    called = []
+    called, said = [], []
+    monkeypatch.setattr("karui.kernels.triton_support._say_once", lambda op, reason: said.append(op))
     for name in ("forward", "dgrad"):
         real = getattr(kernel, name)
         monkeypatch.setattr(kernel, name, lambda *a, real=real, name=name: called.append(name) or real(*a))
@@ -79,6 +80,7 @@ def test_a_step_of_lora_as_the_trainer_runs_it(base, gpu, monkeypatch):
     model = LlamaForCausalLM(config).to("cuda", torch.float16)
     model = attach(model, LoraStep(method="lora" if base == "none" else "qlora", rank=2, base=base)).model.to("cuda")
     install_lean_ops(model)
+    assert not said  # of its probes, some of which are in fp32
     tokens = torch.randint(0, 32, (12,), device="cuda")
     targets = torch.cat([tokens[1:], torch.full((1,), IGNORE, device="cuda")])
     loss = LossSum(model, 16)(tokens, torch.arange(12, device="cuda"), torch.tensor([0, 5, 12], device="cuda"), targets)
