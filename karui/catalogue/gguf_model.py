@@ -176,7 +176,7 @@ def build_tokenizer(meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             f"with {', '.join(_PRE)}. Use the model's own folder from the hub."
         )
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ")) for merge in meta.get("tokenizer.ggml.merges", ())]  # files leave an empty list out
     types = meta.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     try:
         bpe = models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe")

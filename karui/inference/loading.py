@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from karui.configs.errors import KaruiError, UnsupportedError, nearest
+from karui.configs.errors import CorruptError, KaruiError, UnsupportedError, nearest
 from karui.inference.batch import Runner
 from karui.inference.bundle.reader import Opened, open_model
 from karui.inference.cache.kv import PACKED
@@ -230,23 +230,30 @@ def _said_when_full(opened: Opened, where: torch.device, dtype: torch.dtype, pac
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer, or None (token ids only) when it holds none."""
+    """The folder's tokenizer, or None (token ids only) when it holds none. Raises `CorruptError` when it cannot be read."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         logger.info("%s holds no tokenizer: prompts must be token ids", folder)
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers and tokenizers have no type of their own for a damaged file
+        raise CorruptError(f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error}).") from error
 
 
 def end_tokens(opened: Opened, tokenizer: Any) -> list[int]:
-    """End tokens by generation_config.json, else config.json, and the tokenizer's own."""
+    """End tokens by generation_config.json, else config.json, and the tokenizer's own. Raises `CorruptError` for others."""
     try:
         found = json.loads((opened.path / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError):
+    except OSError:
         found = None
+    except (ValueError, AttributeError) as error:
+        raise CorruptError(f"{opened.path}: its generation_config.json cannot be read ({error}).") from error
     found = opened.config.get("eos_token_id") if found is None else found
     ids = [] if found is None else list(found) if isinstance(found, list) else [found]
+    if wrong := [i for i in ids if not isinstance(i, int)]:
+        raise CorruptError(f"{opened.path}: its eos_token_id holds {wrong[0]!r}; token ids were expected.")
     own = getattr(tokenizer, "eos_token_id", None)
     return sorted({*ids, *([] if own is None else [own])})
 

@@ -17,6 +17,7 @@ from karui.catalogue import resolve
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.configs.quantspec import QuantSpec
 from karui.inference.bundle import export_model, gguf, open_model
+from karui.inference.loading import load_tokenizer
 from karui.kernels.qtensor import QTensor
 from karui.kernels.quantize import quantize
 from tests.bundle.conftest import make_folder
@@ -137,6 +138,17 @@ def test_refusals(tmp_path, tiny_folder):
         gguf.write(opened, tmp_path / "y.gguf")
     with pytest.raises(UnsupportedError, match=r"\['Whitespace'\] is none llama.cpp"):
         gguf.pre_tokenizer({"pre_tokenizer": {"type": "Whitespace"}})
+
+
+def test_a_vocabulary_without_merges(tmp_path):
+    """The gguf package leaves an empty list out of the file."""
+    folder = make_folder(tmp_path / "m")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    gguf.write(open_model(folder), tmp_path / "m.gguf")
+    tokenizer = load_tokenizer(gguf.read(tmp_path / "m.gguf").tokenizer_path)
+    assert tokenizer.encode("the") == load_tokenizer(folder).encode("the") and len(tokenizer.encode("the")) == 3
 
 
 def test_pre_tokenizers_by_name():

@@ -123,8 +123,14 @@ class CompressedTensors(Opened):
         if name not in self._specs:
             check_finite(name, parts[""])
             return parts[""]
+        spec, module = self._specs[name], name.removesuffix(".weight")
+        needed = ["weight_scale"]
+        if "weight_packed" in parts:
+            needed += ["weight_shape", *([] if spec.symmetric else ["weight_zero_point"])]
+        if missing := [part for part in needed if part not in parts]:
+            raise CorruptError(f"{self.path}: {module}.{missing[0]} is missing.")
         check_finite(f"{name}_scale", parts["weight_scale"])
-        return _qtensor(name, parts, self._specs[name])
+        return _qtensor(name, parts, spec)
 
     def nbytes(self) -> int:
         return sum(p.stat().st_size for p in self.path.iterdir() if p.is_file())
@@ -180,12 +186,15 @@ def _module(name: str, q: QTensor, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 
 def _qtensor(name: str, parts: Mapping[str, torch.Tensor], spec: QuantSpec) -> QTensor:
-    scale = parts["weight_scale"].reshape(1, 1) if spec.granularity == "tensor" else parts["weight_scale"]
+    scale = parts["weight_scale"]
+    if spec.granularity == "tensor" and scale.numel() == 1:
+        scale = scale.reshape(1, 1)
     if "weight_packed" not in parts:
         codes = parts["weight"]
         wanted = torch.float8_e4m3fn if spec.format == "fp8" else torch.int8
         if codes.dtype != wanted:
             raise CorruptError(f"{name} is stored as {codes.dtype}, {spec} takes {wanted}.")
+        _check_groups(name, spec, codes, scale)
         return QTensor(codes, scale, None, spec, tuple(codes.shape))
     rows, width = (int(size) for size in parts["weight_shape"])
     codes = unpack_int32(parts["weight_packed"], spec.bits, width)
@@ -195,9 +204,21 @@ def _qtensor(name: str, parts: Mapping[str, torch.Tensor], spec: QuantSpec) -> Q
         codes = (codes.to(torch.int16) - half).to(torch.int8)
     else:
         zero = unpack_int32(parts["weight_zero_point"].T.contiguous(), spec.bits, rows).T.contiguous()
-    if codes.shape[0] != rows or scale.shape[0] not in (1, rows):
-        raise CorruptError(f"{name}: {codes.shape[0]} rows of codes and {scale.shape[0]} of scales, weight_shape says {rows}.")
+    if codes.shape[0] != rows:
+        raise CorruptError(f"{name}: {codes.shape[0]} rows of codes, weight_shape says {rows}.")
+    _check_groups(name, spec, codes, scale, *([] if zero is None else [zero]))
     return QTensor(codes, scale, zero, spec, (rows, width))
+
+
+def _check_groups(name: str, spec: QuantSpec, codes: torch.Tensor, *parts: torch.Tensor) -> None:
+    """One scale, and zero point, for each group of a row, or for a row, or for all."""
+    rows, width = codes.shape
+    groups = -(-width // spec.group_size) if spec.group_size else 1
+    wanted = (1, 1) if spec.granularity == "tensor" else (rows, groups)
+    for part in parts:
+        if tuple(part.shape) != wanted:
+            raise CorruptError(f"{name}: scales or zero points of shape {list(part.shape)}; {spec} of shape {[rows, width]} "
+                               f"takes {list(wanted)}.")
 
 
 def _quantization_config(groups: Mapping[QuantSpec, list[str]], ignored: list[str]) -> dict[str, Any]:
@@ -249,9 +270,16 @@ def _spec_of(module: str, quantization: Mapping[str, Any], files: SafetensorsFil
             return re.match(target[3:], module) is not None
         return target in ("Linear", module) or module.endswith("." + target)
 
-    for group in quantization.get("config_groups", {}).values():
-        if any(hits(target) for target in group.get("targets", ())):
-            return _spec(module, group, files.read(f"{module}.weight_scale").dtype)
+    try:
+        for group in quantization.get("config_groups", {}).values():
+            if any(hits(target) for target in group.get("targets", ())):
+                if f"{module}.weight_scale" not in files:
+                    raise CorruptError(f"{module}.weight_scale is missing.")
+                return _spec(module, group, files.read(f"{module}.weight_scale").dtype)
+    except KaruiError:
+        raise
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+        raise CorruptError(f"{module}: its group in config.json's quantization_config cannot be read: {error}") from error
     raise CorruptError(f"{module} is stored quantized, but no config group targets it.")
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from karui.configs.errors import CorruptError, UnsupportedError, nearest
+from karui.configs.errors import CorruptError, KaruiError, UnsupportedError, nearest
 from karui.inference.models.recurrent import Recurrent
 
 
@@ -265,9 +265,9 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     from karui.inference.models.families import FAMILIES, common  # which take this module's dataclasses
 
     kind = config.get("model_type", "(missing)")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UnsupportedError(f"model_type {kind!r} is not supported by karui's engine; supported: {', '.join(FAMILIES)}."
-                               f"{nearest(kind, FAMILIES)}")
+                               f"{nearest(str(kind), FAMILIES)}")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedError(f"{kind} with use_bidirectional_attention is not supported: the engine generates.")
     try:
@@ -276,6 +276,18 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
             raise KeyError("intermediate_size")
     except KeyError as missing:
         raise CorruptError(f"config.json of a {kind} has no {missing}.") from None
+    except KaruiError:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise CorruptError(f"config.json of a {kind} holds what cannot be read: {error}.") from error
+    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_context"):
+        size = getattr(found, name)
+        if not isinstance(size, int) or size < 1:
+            raise CorruptError(f"config.json of a {kind}: {name} is {size!r}; a whole number above 0 was expected.")
+    for name in ("norm_eps", "rope_theta"):
+        value = getattr(found, name)
+        if not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise CorruptError(f"config.json of a {kind}: {name} is {value!r}; a number above 0 was expected.")
     if found.activation not in ACTIVATIONS:
         raise UnsupportedError(f"hidden_act {found.activation!r} is not supported; karui's decoder has {', '.join(ACTIVATIONS)}.")
     return found
