@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ def run_pipeline(
         recipe = Recipe.load(recipe, overrides)
     for item in recipe.export:  # what is wrong here should not cost a training run
         find_method(item.method)
-        if recipe.output not in (target := item.target(recipe.output)).parents:  # an earlier run's own bundles move aside with it
+        target = item.target(recipe.output)
+        if not resume and recipe.output not in target.parents:  # an earlier run's own bundles move aside with it
             check_target(target, overwrite=False)
     if recipe.export and recipe.eval.perplexity and not Path(recipe.eval.perplexity).is_file():
         raise KaruiError(f"eval.perplexity {recipe.eval.perplexity!r}: no such file.")
@@ -56,13 +58,13 @@ def run_pipeline(
     try:
         if result.final is None or int(os.environ.get("RANK", "0")) != 0:
             return PipelineResult(run=result, bundles=(), reports=())
-        return _export_and_compare(recipe, result)
+        return _export_and_compare(recipe, result, resumed=bool(resume))
     finally:
         if result.tracker is not None:
             result.tracker.finish()
 
 
-def _export_and_compare(recipe: Recipe, result: RunResult) -> PipelineResult:
+def _export_and_compare(recipe: Recipe, result: RunResult, *, resumed: bool) -> PipelineResult:
     from karui.trainers.calibrated import Calibration
     from karui.trainers.compare import compare
     from karui.trainers.talk import answer
@@ -70,6 +72,10 @@ def _export_and_compare(recipe: Recipe, result: RunResult) -> PipelineResult:
     bundles: list[Path] = []
     for item in recipe.export:
         target = item.target(result.folder)
+        if resumed and _made_by(recipe, target):  # what was stopped were the exports after it
+            print(f"{target} is there already, made by this recipe: kept")
+            bundles.append(target)
+            continue
         how = Calibration(method=item.method, samples=item.samples, length=item.length)
         done = export_run(result.folder, spec=item.spec, embedding=item.embedding, output=target, how=how, merge=item.merge)
         bundles.append(done.path)
@@ -94,6 +100,13 @@ def _export_and_compare(recipe: Recipe, result: RunResult) -> PipelineResult:
     return PipelineResult(run=result, bundles=tuple(bundles), reports=tuple(reports))
 
 
+def _made_by(recipe: Recipe, target: Path) -> bool:
+    """Whether a whole bundle of this recipe is in place."""
+    from karui.configs.manifest import MANIFEST_NAME, Manifest
+
+    return (target / MANIFEST_NAME).is_file() and Manifest.read(target).recipe == json.loads(json.dumps(recipe.dump()))
+
+
 def export_run(
     run: str | Path, *, output: str | Path, spec: str | QuantSpec = "w4g32", embedding: str | QuantSpec = "w8",
     how: Calibration | None = None, merge: Merge = "auto",
@@ -110,8 +123,6 @@ def export_run(
         KaruiError: not a finished run, a grid that does not fit, a taken target, parity not met, a method for a run whose
             weights are on their grid already.
     """
-    import json
-
     from rich.console import Console
 
     from karui.catalogue import resolve

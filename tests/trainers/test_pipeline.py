@@ -143,6 +143,15 @@ def test_what_would_fail_after_training_is_refused_before_it(make_recipe, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_exports_that_were_stopped_go_on(make_recipe, capsys):
+    recipe = make_recipe(export=[{"spec": "w4g32"}, {"spec": "w8"}], optim={"steps": 1}, eval={"speed": False, "held_out": False})
+    first, second = run_pipeline(recipe).bundles
+    before = (first / "manifest.json").stat().st_mtime_ns
+    shutil.rmtree(second)
+    assert run_pipeline(recipe, resume=True).bundles == (first, second) and (second / "manifest.json").is_file()
+    assert (first / "manifest.json").stat().st_mtime_ns == before and "kept" in capsys.readouterr().out
+
+
 def test_full_training_exports_its_own_weights(make_recipe):
     recipe = make_recipe(prepare=[], optim={"lr": 1e-3, "steps": 3}, eval={"speed": False, "held_out": False})
     result = run_pipeline(recipe)
