@@ -94,10 +94,11 @@ def native(quick: bool, rounds: int, threads: int) -> list[Figure]:
         figures.append(Figure(name=f"native, V2-Lite's attention, context {context}", ours=1 / times["native"], peer=1 / times["torch"],
                               peer_name="torch runner", goal=1.0, unit="tokens/s"))  # fmt: skip
     runners = {name: coded(KINDS[name], threads) for name in ("latents", "three heads")}
-    for context in (8, 2048, 8192) if quick else (8, 2048, 8192, 32768):
-        times = turns({name: step_of(run, context, kv_dtype="float16") for name, run in runners.items()}, 2 * rounds)
-        read = [run.kv_bytes_per_token("float16") * context for run in runners.values()]
-        figures.append(Figure(name=f"native, SmolLM2's shape, int4, context {context}", ours=1 / times["latents"], unit="tokens/s",
+    contexts = (8, 2048, 8192) if quick else (8, 2048, 8192, 32768)
+    for context, kv in [(c, "float16") for c in contexts] + [(c, "int8") for c in contexts[2:]]:
+        times = turns({name: step_of(run, context, kv_dtype=kv) for name, run in runners.items()}, rounds)
+        read = [run.kv_bytes_per_token(kv) * context for run in runners.values()]
+        figures.append(Figure(name=f"native, SmolLM2's shape, int4, {kv} cache, context {context}", ours=1 / times["latents"], unit="tokens/s",
                               peer=1 / times["three heads"], peer_name="three key heads", goal=1.0 if context >= 8192 else None,
                               note=f"cache read in a step: {read[0] / 1e6:.1f} MB against {read[1] / 1e6:.1f} MB"))  # fmt: skip
     steps = {name: step_of(run, 512, kv_dtype="float16", rows=512) for name, run in runners.items()}
@@ -116,11 +117,12 @@ def sparse(quick: bool, rounds: int, threads: int) -> list[Figure]:
     tops = (64,) if quick else (64, 512, 2048)
     turns, figures = clock_of(threads), []
     runners = {"dense": coded(KINDS["latents"], threads), **{f"{top} keys": coded(dict(KINDS["sparse"], index_topk=top), threads) for top in tops}}
-    for context in (2048, 8192) if quick else (2048, 8192, 32768, 65536):
-        times = turns({name: step_of(run, context, kv_dtype="float16") for name, run in runners.items()}, rounds)
+    contexts = (2048, 8192) if quick else (2048, 8192, 32768, 65536)
+    for context, kv in [(c, "float16") for c in contexts] + [(c, "int8") for c in contexts[1:3]]:
+        times = turns({name: step_of(run, context, kv_dtype=kv) for name, run in runners.items()}, rounds)
         for name, top in zip(list(runners)[1:], tops, strict=True):
             goal = 2.0 if context == 32768 and top <= 512 else 1.0 if context == 2048 and top < 2048 else None
-            figures.append(Figure(name=f"{name}, context {context}", ours=1 / times[name], peer=1 / times["dense"], peer_name="all keys",
+            figures.append(Figure(name=f"{name}, {kv} cache, context {context}", ours=1 / times[name], peer=1 / times["dense"], peer_name="all keys",
                                   unit="tokens/s", goal=goal))  # fmt: skip
     return figures
 

@@ -174,6 +174,21 @@ int main() {
         same_bytes("field_up", field_up<2, 4>(bytes(a.u)), u);
         for (int j = 0; j < 4 * W; j++) u[j] = a.u[j] | b.u[j];
         same_bytes("bor", bor(bytes(a.u), bytes(b.u)), u);
+        for (int j = 0; j < 4 * W; j++) u[j] = a.u[j] ^ 0x80;
+        same_bytes("flipped", flipped(bytes(a.u)), u);
+        store_bytes(u, bytes(b.u));
+        same_bytes("store_bytes", bytes(u), b.u);
+        const Lanes others[2];
+        const uint8_t* four[] = {a.u, b.u, others[0].u, others[1].u};
+        U mixed[4];
+        interleave(bytes(four[0]), bytes(four[1]), bytes(four[2]), bytes(four[3]), mixed);
+        for (int i = 0; i < 4; i++) {
+            for (int j = 0; j < 4 * W; j++) u[j] = four[j % 4][j / 16 * 16 + 4 * i + j % 16 / 4];
+            same_bytes("interleave", mixed[i], u);
+        }
+        float apart[4 * W];
+        store_fours(apart, 4, a.v());
+        for (int k = 0; k < W; k++) expect("store_fours", equal(apart[k / 4 * 16 + k % 4], a.f[k]));
 
         float table[16];
         for (auto& t : table) t = number();

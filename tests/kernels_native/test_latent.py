@@ -31,6 +31,8 @@ SETTINGS = [(isa, spec, bits, kv) for isa in isas() for spec, bits, kv in (
 WIDE = dict(num_attention_heads=24, num_key_value_heads=24, kv_lora_rank=80, qk_rope_head_dim=20, v_head_dim=20, head_dim=20,
             index_n_heads=21, index_head_dim=40, index_topk=70, max_position_embeddings=512)
 KINDS = ("v3-yarn", "v32", "glm-shared")
+# wide enough for the codes of the cache to be multiplied as they are
+CODED = dict(kv_lora_rank=128, qk_rope_head_dim=64, head_dim=64, index_head_dim=64, index_n_heads=9, index_topk=70)
 
 
 def coded(weights, spec):
@@ -151,9 +153,24 @@ def test_slots_are_those_of_the_torch_runner(kv, case):
     assert torch.equal(native.forward(batch_of((ids[39:], 39, [10, 11, 12]), block_size=16)).logits, want)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("changes", [{}, WIDE, dict(case="glm-shared"), dict(WIDE, case="v32")], ids=["small", "wide", "sparse", "sparse-wide"])
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("case", ["v3", "v32"])
+def test_products_of_cached_codes_cost_no_more_than_rounding_the_cache(case, isa):
+    """Queries are rounded as finely as the cache; without experts, whose choice magnifies any rounding."""
+    changes = CODED if case == "v32" else {k: v for k, v in CODED.items() if not k.startswith("index")}
+    ids, errors = torch.randint(0, 199, (120,), generator=torch.Generator().manual_seed(0)).tolist(), []
+    for bits in (8, 16):
+        rounded, exact = (run(make(isa, "w8", bits, kv, case=case, first_k_dense_replace=3, **changes), ids, [], list(range(10)))
+                          for kv in ("int8", "float32"))
+        errors.append(((rounded - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+    assert 0 < errors[0] < 2 * errors[1], errors
+
+
+@pytest.mark.parametrize(("setting", "changes"), [(s, c) for s in SETTINGS for c in ("small", "wide", "sparse", "sparse-wide", "coded", "sparse-coded")
+                                                  if not c.endswith("coded") or s[1:] == ("w4g16", 8, "int8")], ids=str)
 def test_chunks_threads_batches_and_layout(setting, changes):
+    changes = {"small": {}, "wide": WIDE, "sparse": dict(case="glm-shared"), "sparse-wide": dict(WIDE, case="v32"), "coded": CODED,
+               "sparse-coded": dict(CODED, case="v32")}[changes]
     changes = {"max_position_embeddings": 512, **changes}
     if "case" not in changes:
         changes = {k: v for k, v in changes.items() if not k.startswith("index")}

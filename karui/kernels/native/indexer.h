@@ -3,13 +3,18 @@
 // those that come first. Chosen keys keep their order, so a row that sees no more than `top` keys attends as without an indexer.
 //
 // Cache of one layer: keys as in attention.h, [slot / 16][dim][16], so that lanes are keys; int8: behind them scales
-// [16][dim / group] turned alike, [dim / group][16] fp32. A key's score is summed over dimensions, then over heads, whatever it lies beside.
+// turned alike, [dim / group][16] fp32. Codes are multiplied in integers where the products of linears are. A key's score is summed over
+// dimensions, then over heads, whatever the key lies beside.
 #pragma once
 #include <float.h>
 
 #include <algorithm>
+#include <type_traits>
+#include <vector>
 
 #include "attention.h"
+
+constexpr int RUN = 256;  // slots of a layer that lie together
 
 struct Indexer {  // of one layer; mirrored in karui/kernels/native/library.py
     int32_t heads, dim, top, padding;
@@ -21,12 +26,15 @@ struct Indexer {  // of one layer; mirrored in karui/kernels/native/library.py
 
 struct IndexCache {  // one layer; without data: it has no indexer
     char* data;
-    int32_t type, dim, group, padding;
-    int64_t stride;  // bytes from one group of 16 slots to the next
+    int32_t type, dim, group;
+    int32_t integer;  // codes are multiplied as they are, with int8 queries: [dim / 4][16][4], lanes are four numbers of a key
+    int64_t unit, stride;  // as of latents
     int scales() const { return type == CACHE_INT8 ? dim / group : 0; }
     int64_t group_bytes() const { return 16 * ((int64_t)dim * cache_bytes(type) + 4 * scales()); }
-    char* key(int slot, int d) const { return data + slot / 16 * stride + ((int64_t)d * 16 + slot % 16) * cache_bytes(type); }
-    float* scale(int slot, int g) const { return (float*)(data + slot / 16 * stride + (int64_t)16 * dim) + g * 16 + slot % 16; }
+    int place(int lane, int d) const { return integer ? (d / 4 * 16 + lane) * 4 + d % 4 : d * 16 + lane; }
+    char* key(int slot, int d) const { return at(slot) + (int64_t)place(slot % 16, d) * cache_bytes(type); }
+    char* at(int slot) const { return data + slot / RUN * stride + slot % RUN / 16 * unit; }
+    float* scale(int slot, int g) const { return (float*)(at(slot) + (int64_t)16 * dim) + g * 16 + slot % 16; }
 };
 
 static void write_index(const IndexCache& c, int slot, const float* x) {
@@ -89,7 +97,7 @@ template <typename T> static void find_index(const IndexCache& c, const int32_t*
         T* keys = (T*)(own + (int64_t)g * c.dim * 16);
         float* scale = own + (int64_t)GROUPS * c.dim * 16 + (int64_t)g * c.scales() * 16;
         for (int i = 0; i < n; i++) {
-            for (int d = 0; d < c.dim; d++) keys[d * 16 + i] = *(const T*)c.key(s[i], d);
+            for (int d = 0; d < c.dim; d++) keys[c.place(i, d)] = *(const T*)c.key(s[i], d);
             for (int j = 0; j < c.scales(); j++) scale[j * 16 + i] = *c.scale(s[i], j);
         }
         out.keys[g] = keys;
@@ -97,23 +105,37 @@ template <typename T> static void find_index(const IndexCache& c, const int32_t*
     }
 }
 
-constexpr int SCORED = W == 16 ? 4 : 2;  // vectors of keys at once, and heads
+constexpr int SCORED = W == 16 ? 4 : 2;  // vectors of keys at once
 
-// total[v] += w relu(q . k) of NH heads in order. after: with AHEAD, groups of keys to ask for, as many as are computed.
-template <typename T, int NH, bool AHEAD>
-INLINE void add_heads(const IndexCache& c, const T* const* keys, const float* const* scale, const float* query, const float* weight, V* total,
-                      const T* const* after) {
-    V sum[NH][SCORED];
+struct RoundedQueries {  // int8 codes of queries, a scale per group of numbers that share one in the cache
+    std::vector<int8_t> codes;
+    std::vector<float> scale;
+    std::vector<int32_t> shift;  // added to a group's sum
+    void round(const IndexCache& c, int count, const float* query) {
+        const int groups = c.dim / c.group;
+        codes.resize((size_t)count * c.dim);
+        scale.resize((size_t)count * groups);
+        shift.resize((size_t)count * groups);
+        for (int q = 0; q < count; q++)
+            for (int g = 0; g < groups; g++)
+                quantize_row(query + (int64_t)q * c.dim + g * c.group, c.group, c.group, false, Dot<8>::bias - 128,
+                             {codes.data() + (int64_t)q * c.dim + g * c.group, &scale[q * groups + g], &shift[q * groups + g], CHUNK, 1});
+    }
+};
+
+// sum[head][v] = q . k of NH queries from the `first` on and SCORED vectors of keys. between(d): called along the way.
+template <typename T, int NH, typename F>
+INLINE void dot_keys(const IndexCache& c, const float* query, int first, const T* const* keys, const float* const* scale, F between, V (&sum)[NH][SCORED]) {
+    query += (int64_t)first * c.dim;
     for (int h = 0; h < NH; h++)
         for (int v = 0; v < SCORED; v++) sum[h][v] = set1(0.0f);
     const int group = sizeof(T) == 1 ? c.group : c.dim;
-    for (int first = 0; first < c.dim; first += group) {
+    for (int g = 0; g < c.dim; g += group) {
         V factor[SCORED];
-        for (int v = 0; v < SCORED; v++) factor[v] = sizeof(T) == 1 ? load(scale[v] + first / group * 16) : set1(1.0f);
-        for (int d = first; d < first + group; d++) {
+        for (int v = 0; v < SCORED; v++) factor[v] = sizeof(T) == 1 ? load(scale[v] + g / group * 16) : set1(1.0f);
+        for (int d = g; d < g + group; d++) {
             V k[SCORED];
-            if (AHEAD && d * sizeof(T) % 4 == 0)
-                for (int g = 0; g < SCORED * W / 16; g++) __builtin_prefetch(after[g] + d * 16, 0, 2);
+            between(d);
             for (int v = 0; v < SCORED; v++) k[v] = sizeof(T) == 1 ? mul(load(keys[v] + d * 16), factor[v]) : load(keys[v] + d * 16);
             for (int h = 0; h < NH; h++) {
                 const V q = set1(query[h * c.dim + d]);
@@ -121,34 +143,77 @@ INLINE void add_heads(const IndexCache& c, const T* const* keys, const float* co
             }
         }
     }
+}
+template <typename T, int NH, typename F>
+INLINE void dot_keys(const IndexCache& c, const RoundedQueries& query, int first, const T* const* keys, const float* const* scale, F between, V (&sum)[NH][SCORED]) {
+    const int groups = c.dim / c.group;
+    Dot<8> dot;
     for (int h = 0; h < NH; h++)
-        for (int v = 0; v < SCORED; v++) total[v] = fma(set1(weight[h]), vmax(sum[h][v], set1(0.0f)), total[v]);
+        for (int v = 0; v < SCORED; v++) sum[h][v] = set1(0.0f);
+    for (int g = 0; g < groups; g++) {
+        Dot<8>::P whole[NH][SCORED];
+        for (int h = 0; h < NH; h++)
+            for (int v = 0; v < SCORED; v++) whole[h][v] = dot.open(iset1(0));
+        for (int d = g * c.group; d < (g + 1) * c.group; d += 4) {
+            U k[SCORED];
+            between(d);
+            for (int v = 0; v < SCORED; v++) k[v] = flipped(bytes(keys[v] + d * 16));
+            for (int h = 0; h < NH; h++) {
+                const U q = quad(query.codes.data() + (int64_t)(first + h) * c.dim + d);
+                for (int v = 0; v < SCORED; v++) whole[h][v] = dot.step(whole[h][v], k[v], q);
+            }
+        }
+        for (int h = 0; h < NH; h++) {
+            const int at = (first + h) * groups + g;
+            for (int v = 0; v < SCORED; v++)
+                sum[h][v] = fma(to_float(iadd(dot.close(iset1(0), whole[h][v]), iset1(query.shift[at]))),
+                                mul(set1(query.scale[at]), load(scale[v] + g * 16)), sum[h][v]);
+        }
+    }
 }
 
-// out[row * ld + key] of `rows` rows of queries [heads][dim] and weights [heads], for all KEYS keys; no score is NaN. after: keys that are
-// needed next and lie in the cache, or null.
-template <typename T>
-static void score_index(const IndexCache& c, const IndexKeys& found, int heads, int rows, const float* query, const float* weight, float* out,
+// out[row * ld + key] of `rows` rows of queries [heads] and weights [heads], for all KEYS keys; no score is NaN. after: keys that are needed
+// next, or null.
+template <typename T, typename Queries>
+static void score_index(const IndexCache& c, const IndexKeys& found, int heads, int rows, const Queries& query, const float* weight, float* out,
                         int64_t ld, const IndexKeys* after) {
+    const int lanes = c.integer ? 4 : 1;  // bytes of a key that lie together
     for (int first = 0; first < 16 * found.groups; first += SCORED * W) {
-        const T* keys[SCORED];
+        const T *keys[SCORED], *ahead[SCORED];
         const float* scale[SCORED];
-        const T* ahead[SCORED];
-        for (int g = 0; after && g < SCORED * W / 16; g++) ahead[g] = (const T*)after->keys[std::min(first / 16 + g, after->groups - 1)];
+        const float* ahead_scale[SCORED];
+        for (int g = 0; after && g < SCORED * W / 16; g++) {
+            const int next = std::min(first / 16 + g, after->groups - 1);
+            ahead[g] = (const T*)after->keys[next];
+            ahead_scale[g] = after->scale[next];
+        }
         for (int v = 0; v < SCORED; v++) {
             const int at = first + v * W, g = std::min(at / 16, found.groups - 1);  // past the last: computed, never looked at
-            keys[v] = (const T*)found.keys[g] + at % 16;
+            keys[v] = (const T*)found.keys[g] + at % 16 * lanes;
             scale[v] = found.scale[g] + at % 16;
         }
+        auto ask = [&](int d) __attribute__((always_inline)) {  // GCC takes a call that only asks for memory for one that does nothing
+            if (d * sizeof(T) % 4 == 0)
+                for (int g = 0; g < SCORED * W / 16; g++) __builtin_prefetch(ahead[g] + d * 16, 0, 2);
+            if (sizeof(T) == 1 && d % c.group == 0)
+                for (int g = 0; g < SCORED * W / 16; g++) __builtin_prefetch(ahead_scale[g] + d / c.group * 16, 0, 2);
+        };
         for (int r = 0; r < rows; r++) {
-            const float *q = query + (int64_t)r * heads * c.dim, *w = weight + (int64_t)r * heads;
             V total[SCORED];
             for (int v = 0; v < SCORED; v++) total[v] = set1(0.0f);
+            auto take = [&](auto n, int h, auto between) {
+                constexpr int NH = decltype(n)::value;
+                V sum[NH][SCORED];
+                dot_keys<T, NH>(c, query, r * heads + h, keys, scale, between, sum);
+                for (int i = 0; i < NH; i++)
+                    for (int v = 0; v < SCORED; v++)
+                        total[v] = fma(set1(weight[(int64_t)r * heads + h + i]), vmax(sum[i][v], set1(0.0f)), total[v]);
+            };
             int h = 0;
             for (; h + 4 <= heads; h += 4)
-                if (after && !r && !h) add_heads<T, 4, true>(c, keys, scale, q, w, total, ahead);
-                else add_heads<T, 4, false>(c, keys, scale, q + (int64_t)h * c.dim, w + h, total, nullptr);
-            for (; h < heads; h++) add_heads<T, 1, false>(c, keys, scale, q + (int64_t)h * c.dim, w + h, total, nullptr);
+                if (after && !r && !h) take(std::integral_constant<int, 4>(), h, ask);
+                else take(std::integral_constant<int, 4>(), h, [](int) {});
+            for (; h < heads; h++) take(std::integral_constant<int, 1>(), h, [](int) {});
             for (int v = 0; v < SCORED; v++) store(out + r * ld + first + v * W, vmax(total[v], set1(-FLT_MAX)));
         }
     }

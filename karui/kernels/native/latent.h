@@ -9,6 +9,7 @@
 // share a scale along the latent are one group of outputs. Of each group the scales are multiplied into the query, codes alone are the matrix.
 //
 // Cache of one layer: rows of `width`, slots in groups of 16, [slot / 16][16][width]; int8: behind them scales [16][numbers / group] fp32.
+// 16 groups lie together (RUN slots), then come those of the next layer: long enough that processors fetch ahead.
 // Latent and key are padded to multiples of 16 each, with zeros. Chunks, lists of keys and merging are those of attention.h.
 #pragma once
 #include "indexer.h"
@@ -39,14 +40,15 @@ constexpr float LATENT_EPS = 1e-6f;  // of the latents' norms, whatever the conf
 
 struct LatentCache {  // one layer
     char* data;
-    int32_t type, rank, rope, group;
-    int64_t stride;  // bytes from one group of 16 slots to the next
+    int32_t type, rank, rope, group, integer, padding;  // integer: codes may be multiplied as they are, see latent_int8.h
+    int64_t unit, stride;  // bytes of a group, and from one run to the next
     int rank_padded() const { return round_up(rank, 16); }
     int width() const { return rank_padded() + round_up(rope, 16); }
     int scales() const { return type == CACHE_INT8 ? (rank + rope) / group : 0; }
     int64_t group_bytes() const { return 16 * ((int64_t)width() * cache_bytes(type) + 4 * scales()); }
-    char* row(int slot) const { return data + slot / 16 * stride + (int64_t)(slot % 16) * width() * cache_bytes(type); }
-    float* scale(int slot) const { return (float*)(data + slot / 16 * stride + (int64_t)16 * width()) + slot % 16 * scales(); }
+    char* at(int slot) const { return data + slot / RUN * stride + slot % RUN / 16 * unit; }
+    char* row(int slot) const { return at(slot) + (int64_t)(slot % 16) * width() * cache_bytes(type); }
+    float* scale(int slot) const { return (float*)(at(slot) + (int64_t)16 * width()) + slot % 16 * scales(); }
     int place(int i) const { return i < rank ? i : i - rank + rank_padded(); }  // of the i-th number within a row
 };
 

@@ -13,7 +13,7 @@
 #include "attention.h"
 #include "medusa.h"
 #include "kivi.h"
-#include "latent.h"
+#include "latent_int8.h"
 #include "mixture.h"
 #include "sampling.h"
 #include "spill.h"
@@ -154,6 +154,7 @@ struct Scratch {  // per thread
     Buffer<float> rows;  // of latents
     Buffer<float> scores, index_keys;  // of an indexer
     std::vector<int32_t> slots;
+    RoundedQueries rounded;
     LatentWork latent;
 };
 
@@ -315,20 +316,22 @@ struct Model {
     }
 
     bool allocate_latents(int type, int size) {
-        LatentCache one = {nullptr, type, latent->rank, latent->rope, latent->group, 0};
-        IndexCache key = {nullptr, type, indexer ? indexer->dim : 0, latent->group, 0, 0};
+        LatentCache one = {nullptr, type, latent->rank, latent->rope, latent->group, integer(c.layer[0].o), 0, 0, 0};
+        IndexCache key = {nullptr, type, indexer ? indexer->dim : 0, latent->group, one.integer && type == CACHE_INT8 && latent->group % 16 == 0, 0, 0};
         int count = 0;
         for (int l = 0; l < c.layers; l++) count += c.layer[l].latent->indexer != nullptr;
-        one.stride = key.stride = size * one.group_bytes() + count * key.group_bytes();
-        if (!pages.need((slots + 15) / 16 * one.stride + 4096)) return false;
-        for (int l = 0; l < size; l++, latents.push_back(one)) one.data = pages.data + l * one.group_bytes();
+        one.unit = one.group_bytes();
+        key.unit = key.group_bytes();
+        one.stride = key.stride = RUN / 16 * (size * one.unit + count * key.unit);
+        if (!pages.need((slots + RUN - 1) / RUN * one.stride + 4096)) return false;
+        for (int l = 0; l < size; l++, latents.push_back(one)) one.data = pages.data + l * RUN / 16 * one.unit;
         if (!indexer) return true;
         index.assign(size, key);
-        char* at = pages.data + size * one.group_bytes();
+        char* at = pages.data + size * RUN / 16 * one.unit;
         for (int l = 0; l < c.layers; l++) {
             if (!c.layer[l].latent->indexer) continue;
             index[places[l].number].data = at;
-            at += key.group_bytes();
+            at += RUN / 16 * key.unit;
         }
         return true;
     }
@@ -677,12 +680,16 @@ struct Model {
         float* own = w.rows.need((size_t)KEYS * key_width);
         attend_item(item, layer, w, [&](const int32_t* slots, int count, int nq, const float* const* query, const int* from, const int* to,
                                         Partial* part, float* out, const Ahead& ahead) {
-            const char* rows[KEYS];
+            const char* rows[2 * KEYS];
             int32_t after[KEYS];
-            const int asked = ahead.last - ahead.first;
-            if (asked) list_attended(places[layer].group, ahead.sequence, ahead.row, ahead.first, asked, after);
-            for (int i = 0; i < asked; i++) rows[i] = cached.row(after[i]);
-            attend_latents(cached, slots, count, nq, query, from, to, own, part, out, rows, asked);
+            const int count_ahead = ahead.last - ahead.first;
+            if (count_ahead) list_attended(places[layer].group, ahead.sequence, ahead.row, ahead.first, count_ahead, after);
+            int asked = 0;
+            for (int i = 0; i < count_ahead; i++) {
+                if (cached.scales() && (!i || after[i] / 16 != after[i - 1] / 16)) rows[asked++] = (const char*)cached.scale(after[i] / 16 * 16);
+                rows[asked++] = cached.row(after[i]);
+            }
+            (multiplies_codes(cached) ? attend_codes : attend_latents)(cached, slots, count, nq, query, from, to, own, part, out, rows, asked);
         });
     }
     struct Ahead {  // keys [first, last) that this thread will likely need next
@@ -877,7 +884,7 @@ struct Model {
     // Work items of an indexer: few rows at a time, over all keys. With few of them to go round they are cut by keys, and their scores go where
     // all threads find them.
     void plan_index(int threads) {
-        constexpr int ROWS = 4, RUN = 8 * KEYS;
+        constexpr int ROWS = 4, TOGETHER = 8 * KEYS;
         index_items.clear();
         tiles.clear();
         if (!top) return;
@@ -897,8 +904,8 @@ struct Model {
         for (IndexItem& tile : tiles) {
             if (!cut) { index_items.push_back(tile); continue; }
             tile.scores = scores;
-            for (int from = 0; from < tile.to; from += RUN)
-                index_items.push_back({tile.sequence, tile.first, tile.rows, from, std::min(from + RUN, tile.to), tile.ld, scores});
+            for (int from = 0; from < tile.to; from += TOGETHER)
+                index_items.push_back({tile.sequence, tile.first, tile.rows, from, std::min(from + TOGETHER, tile.to), tile.ld, scores});
             scores += tile.rows * tile.ld;
         }
         index_scores.need((size_t)scores);
@@ -938,12 +945,17 @@ struct Model {
             list_slots(places[layer].group, item.sequence, item.first + item.rows - 1, first, count, slots);
             find_index<T>(cached, slots, count, own + i * room, keys[i]);
         };
+        const Indexer& x = *indexer;
+        const float *query = index_query.data + row * x.heads * x.dim, *weight = index_weight.data + row * x.heads;
+        if (cached.integer) w.rounded.round(cached, item.rows * x.heads, query);
         find(item.from, 0);
         for (int first = item.from, i = 0; first < item.to; first += KEYS, i = 1 - i) {
             const bool more = first + KEYS < item.to;
             if (more) find(first + KEYS, 1 - i);
-            score_index<T>(cached, keys[i], indexer->heads, item.rows, index_query.data + row * indexer->heads * indexer->dim,
-                           index_weight.data + row * indexer->heads, scores + first, item.ld, more ? &keys[1 - i] : nullptr);
+            const IndexKeys* after = more ? &keys[1 - i] : nullptr;
+            if (cached.integer)
+                score_index<int8_t>(cached, keys[i], x.heads, item.rows, w.rounded, weight, scores + first, item.ld, after);
+            else score_index<T>(cached, keys[i], x.heads, item.rows, query, weight, scores + first, item.ld, after);
         }
     }
     void choose_row(const IndexItem& item, int layer, int r, const float* scores, Scratch& w) {

@@ -77,6 +77,21 @@ template <int S, int MASK> INLINE U field_up(U x) {
     const uint8x16_t mask = vdupq_n_u8((uint8_t)MASK);
     return {vandq_u8(vshlq_n_u8(x.a, S), mask), vandq_u8(vshlq_n_u8(x.b, S), mask)};
 }
+INLINE U flipped(U x) { return {veorq_u8(x.a, vdupq_n_u8(0x80)), veorq_u8(x.b, vdupq_n_u8(0x80))}; }
+INLINE void store_bytes(void* p, U x) { vst1q_u8((uint8_t*)p, x.a); vst1q_u8((uint8_t*)p + 16, x.b); }
+INLINE void interleave(uint8x16_t x, uint8x16_t y, uint8x16_t z, uint8x16_t w, uint8x16_t* out) {
+    const uint8x16x2_t first = vzipq_u8(x, y), second = vzipq_u8(z, w);
+    for (int i = 0; i < 2; i++) {
+        const uint16x8x2_t both = vzipq_u16(vreinterpretq_u16_u8(first.val[i]), vreinterpretq_u16_u8(second.val[i]));
+        for (int j = 0; j < 2; j++) out[2 * i + j] = vreinterpretq_u8_u16(both.val[j]);
+    }
+}
+INLINE void interleave(U x, U y, U z, U w, U* out) {
+    uint8x16_t low[4], high[4];
+    interleave(x.a, y.a, z.a, w.a, low);
+    interleave(x.b, y.b, z.b, w.b, high);
+    for (int i = 0; i < 4; i++) out[i] = {low[i], high[i]};
+}
 INLINE U bor(U x, U y) { return {vorrq_u8(x.a, y.a), vorrq_u8(x.b, y.b)}; }
 template <int S, int MASK> INLINE int32x4_t bits_of(int32x4_t n) {  // of each lane, (n >> S) & MASK
     if constexpr (S == 0) return vandq_s32(n, vdupq_n_s32(MASK));
@@ -103,6 +118,7 @@ template <int BITS> struct Levels {
     }
 };
 INLINE V load_fours(const float* p, int64_t row) { return {vld1q_f32(p), vld1q_f32(p + 4 * row)}; }
+INLINE void store_fours(float* p, int64_t row, V x) { vst1q_f32(p, x.a); vst1q_f32(p + 4 * row, x.b); }
 INLINE V zip_low(V x, V y) { return {vzip1q_f32(x.a, y.a), vzip1q_f32(x.b, y.b)}; }
 INLINE V zip_high(V x, V y) { return {vzip2q_f32(x.a, y.a), vzip2q_f32(x.b, y.b)}; }
 INLINE float32x4_t lows(float32x4_t x, float32x4_t y) { return vcombine_f32(vget_low_f32(x), vget_low_f32(y)); }

@@ -75,6 +75,16 @@ template <int S, int MASK> INLINE U field_up(U a) {  // (byte << S) & MASK
     return _mm512_and_si512(S ? _mm512_slli_epi16(a, S) : a, _mm512_set1_epi8((char)MASK));
 }
 INLINE U bor(U a, U b) { return _mm512_or_si512(a, b); }
+INLINE U flipped(U a) { return _mm512_xor_si512(a, _mm512_set1_epi8((char)0x80)); }  // signed bytes to unsigned, 128 more
+INLINE void store_bytes(void* p, U a) { _mm512_storeu_si512(p, a); }
+// Of each 16 bytes: out[0] a0 b0 c0 d0 a1 b1 c1 d1 .. d3, out[1] from a4 on, and so on.
+INLINE void interleave(U a, U b, U c, U d, U* out) {
+    const U ab[2] = {_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)}, cd[2] = {_mm512_unpacklo_epi8(c, d), _mm512_unpackhi_epi8(c, d)};
+    for (int i = 0; i < 2; i++) {
+        out[2 * i] = _mm512_unpacklo_epi16(ab[i], cd[i]);
+        out[2 * i + 1] = _mm512_unpackhi_epi16(ab[i], cd[i]);
+    }
+}
 template <int J> INLINE I byte_of(U a) { return _mm512_and_si512(_mm512_srli_epi32(a, 8 * J), _mm512_set1_epi32(255)); }
 INLINE V lookup16(const float* table, I index) { return _mm512_permutexvar_ps(index, load(table)); }
 // step * code + low of BITS-bit codes, which stand at bit S of the lanes of `a` with anything above them.
@@ -90,6 +100,12 @@ template <int BITS> struct Levels {  // a lookup reads the four lowest bits of i
 INLINE V load_fours(const float* p, int64_t row) {  // four floats each of rows 0, 4, 8, 12
     const V a = _mm512_insertf32x4(_mm512_castps128_ps512(_mm_loadu_ps(p)), _mm_loadu_ps(p + 4 * row), 1);
     return _mm512_insertf32x4(_mm512_insertf32x4(a, _mm_loadu_ps(p + 8 * row), 2), _mm_loadu_ps(p + 12 * row), 3);
+}
+INLINE void store_fours(float* p, int64_t row, V a) {  // the inverse
+    _mm_storeu_ps(p, _mm512_extractf32x4_ps(a, 0));
+    _mm_storeu_ps(p + 4 * row, _mm512_extractf32x4_ps(a, 1));
+    _mm_storeu_ps(p + 8 * row, _mm512_extractf32x4_ps(a, 2));
+    _mm_storeu_ps(p + 12 * row, _mm512_extractf32x4_ps(a, 3));
 }
 // Of each four lanes of a and b: a0 b0 a1 b1, a2 b2 a3 b3, a0 a1 b0 b1, a2 a3 b2 b3.
 INLINE V zip_low(V a, V b) { return _mm512_unpacklo_ps(a, b); }
@@ -190,6 +206,15 @@ template <int S, int MASK> INLINE U field_up(U a) {
     return _mm256_and_si256(S ? _mm256_slli_epi16(a, S) : a, _mm256_set1_epi8((char)MASK));
 }
 INLINE U bor(U a, U b) { return _mm256_or_si256(a, b); }
+INLINE U flipped(U a) { return _mm256_xor_si256(a, _mm256_set1_epi8((char)0x80)); }
+INLINE void store_bytes(void* p, U a) { _mm256_storeu_si256((__m256i*)p, a); }
+INLINE void interleave(U a, U b, U c, U d, U* out) {
+    const U ab[2] = {_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)}, cd[2] = {_mm256_unpacklo_epi8(c, d), _mm256_unpackhi_epi8(c, d)};
+    for (int i = 0; i < 2; i++) {
+        out[2 * i] = _mm256_unpacklo_epi16(ab[i], cd[i]);
+        out[2 * i + 1] = _mm256_unpackhi_epi16(ab[i], cd[i]);
+    }
+}
 template <int J> INLINE I byte_of(U a) { return _mm256_and_si256(_mm256_srli_epi32(a, 8 * J), _mm256_set1_epi32(255)); }
 template <int BITS> struct Levels {
     V step, low;
@@ -209,6 +234,10 @@ INLINE V lookup16(const float* table, I i) {
 }
 INLINE V load_fours(const float* p, int64_t row) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 4 * row), 1);
+}
+INLINE void store_fours(float* p, int64_t row, V a) {
+    _mm_storeu_ps(p, _mm256_castps256_ps128(a));
+    _mm_storeu_ps(p + 4 * row, _mm256_extractf128_ps(a, 1));
 }
 INLINE V zip_low(V a, V b) { return _mm256_unpacklo_ps(a, b); }
 INLINE V zip_high(V a, V b) { return _mm256_unpackhi_ps(a, b); }
@@ -348,6 +377,14 @@ INLINE U quad(const int8_t* x) { I a = iset1(load_i32(x)); U r; memcpy(&r, &a, s
 template <int S, int MASK> INLINE U field(U a) { return (a >> S) & (uint8_t)MASK; }
 template <int S, int MASK> INLINE U field_up(U a) { return (a << S) & (uint8_t)MASK; }
 INLINE U bor(U a, U b) { return a | b; }
+INLINE U flipped(U a) { return a ^ (uint8_t)0x80; }
+INLINE void store_bytes(void* p, U a) { memcpy(p, &a, sizeof a); }
+INLINE void interleave(U a, U b, U c, U d, U* out) {
+    for (int i = 0; i < 4 * W; i++) {
+        const U* from[4] = {&a, &b, &c, &d};
+        for (int j = 0; j < 4; j++) out[j][i] = (*from[i % 4])[i / 16 * 16 + 4 * j + i % 16 / 4];
+    }
+}
 template <int J> INLINE I byte_of(U a) { I r; EACH r[i] = a[4 * i + J]; return r; }
 INLINE V lookup16(const float* table, I index) { V r; EACH r[i] = table[index[i]]; return r; }
 template <int BITS> struct Levels {
@@ -356,6 +393,7 @@ template <int BITS> struct Levels {
     template <int S> V at(I a) const { V r; EACH r[i] = step * (float)(a[i] >> S & ((1 << BITS) - 1)) + low; return r; }
 };
 INLINE V load_fours(const float* p, int64_t row) { V r; EACH r[i] = p[i / 4 * 4 * row + i % 4]; return r; }
+INLINE void store_fours(float* p, int64_t row, V a) { EACH p[i / 4 * 4 * row + i % 4] = a[i]; }
 INLINE V zip_low(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + i % 4 / 2]; return r; }
 INLINE V zip_high(V a, V b) { V r; EACH r[i] = (i % 2 ? b : a)[i / 4 * 4 + 2 + i % 4 / 2]; return r; }
 INLINE V pairs_low(V a, V b) { V r; EACH r[i] = (i % 4 < 2 ? a : b)[i / 4 * 4 + i % 2]; return r; }
