@@ -90,6 +90,11 @@ struct Chunk {
     const void *keys[GROUPS], *values[GROUPS];
     const float *key_scale[GROUPS], *value_scale[GROUPS];
 };
+// The groups of the chunk that a thread reads next, GROUPS of them, some more than once. They are asked for line by line while the one before is
+// computed with, and into L2, which takes more of them at a time than L1: half of the time of asking for all at once.
+struct Soon {
+    const char *keys[GROUPS], *values[GROUPS];
+};
 struct Gathered {  // room for one chunk at the widest type
     float keys[KEYS * 512], values[KEYS * 512], key_scale[KEYS], value_scale[KEYS];
 };
@@ -126,38 +131,52 @@ template <typename T> static void find_chunk(const Cache& c, int head, const int
     }
 }
 
-// scores[q][key] = query . key for NQ queries and the chunk's keys, summed over dimensions in order.
-template <typename T, int NQ> static void score(const Cache& c, const Chunk& chunk, const float* const* query, float* scores) {
-    constexpr int step = 2 * W;
-    for (int first = 0; first < 16 * chunk.groups; first += step) {
-        const T* keys[2];
-        V sum[NQ][2];
-        for (int v = 0; v < 2; v++) {
-            int g = (first + v * W) / 16;
-            if (g >= chunk.groups) g = chunk.groups - 1;  // AVX-512, odd number of groups: computed twice, stored in its place only
-            keys[v] = (const T*)chunk.keys[g] + (first + v * W) % 16;
+// scores[q][key] = query . key for NQ queries and NV vectors of the chunk's keys from `first` on, summed over dimensions in order. Asks for
+// ASKED of the groups `soon`.
+template <typename T, int NQ, int NV, int ASKED>
+INLINE void score_vectors(const Cache& c, const Chunk& chunk, const float* const* query, int first, float* scores, const char* const* soon) {
+    constexpr int each = 64 / (16 * (int)sizeof(T));  // dimensions in a line
+    const T* keys[NV];
+    V sum[NQ][NV];
+    for (int v = 0; v < NV; v++) {
+        int g = (first + v * W) / 16;
+        if (g >= chunk.groups) g = chunk.groups - 1;  // AVX-512, odd number of groups: computed twice, stored in its place only
+        keys[v] = (const T*)chunk.keys[g] + (first + v * W) % 16;
+    }
+    for (int q = 0; q < NQ; q++)
+        for (int v = 0; v < NV; v++) sum[q][v] = set1(0.0f);
+    for (int d = 0; d < c.dim; d++) {
+        if (ASKED && d % each == 0)
+            for (int g = 0; g < ASKED; g++) __builtin_prefetch(soon[g] + d / each * 64, 0, 2);
+        V k[NV];
+        for (int v = 0; v < NV; v++) k[v] = load(keys[v] + d * 16);
+        for (int q = 0; q < NQ; q++) {
+            const V x = set1(query[q][d]);
+            for (int v = 0; v < NV; v++) sum[q][v] = fma(x, k[v], sum[q][v]);
         }
-        for (int q = 0; q < NQ; q++) sum[q][0] = sum[q][1] = set1(0.0f);
-        for (int d = 0; d < c.dim; d++) {
-            const V k0 = load(keys[0] + d * 16), k1 = load(keys[1] + d * 16);
-            for (int q = 0; q < NQ; q++) {
-                const V x = set1(query[q][d]);
-                sum[q][0] = fma(x, k0, sum[q][0]);
-                sum[q][1] = fma(x, k1, sum[q][1]);
-            }
-        }
-        for (int v = 0; v < 2; v++) {
-            const int at = first + v * W, g = at / 16;
-            if (g >= chunk.groups) break;
-            for (int q = 0; q < NQ; q++)
-                store(scores + q * KEYS + at, sizeof(T) == 1 ? mul(sum[q][v], load(chunk.key_scale[g] + at % 16)) : sum[q][v]);
-        }
+    }
+    for (int v = 0; v < NV; v++) {
+        const int at = first + v * W, g = at / 16;
+        if (g >= chunk.groups) break;
+        for (int q = 0; q < NQ; q++)
+            store(scores + q * KEYS + at, sizeof(T) == 1 ? mul(sum[q][v], load(chunk.key_scale[g] + at % 16)) : sum[q][v]);
+    }
+}
+template <typename T, int NQ, bool AHEAD>
+static void score(const Cache& c, const Chunk& chunk, const float* const* query, float* scores, const Soon* soon) {
+    const char* const* asked = AHEAD ? soon->keys : nullptr;
+    if constexpr (W == 16) {
+        if (chunk.groups > 2) score_vectors<T, NQ, 4, AHEAD ? GROUPS : 0>(c, chunk, query, 0, scores, asked);
+        else if (chunk.groups) score_vectors<T, NQ, 2, AHEAD ? GROUPS : 0>(c, chunk, query, 0, scores, asked);
+    } else {
+        for (int first = 0; first < 16 * chunk.groups; first += 2 * W)
+            score_vectors<T, NQ, 2, AHEAD ? 1 : 0>(c, chunk, query, first, scores, AHEAD ? asked + first / 16 : nullptr);
     }
 }
 
 // out[q][d] = sum over keys in order of weight[q][key] * value[key][d].
-template <typename T, int NQ, int ND>
-static void weigh_values(const Cache& c, const Chunk& chunk, const float* weights, int d, float* out) {
+template <typename T, int NQ, int ND, bool AHEAD>
+static void weigh_values(const Cache& c, const Chunk& chunk, const float* weights, int d, float* out, const Soon* soon) {
     V sum[NQ][ND];
     for (int q = 0; q < NQ; q++)
         for (int v = 0; v < ND; v++) sum[q][v] = set1(0.0f);
@@ -165,6 +184,8 @@ static void weigh_values(const Cache& c, const Chunk& chunk, const float* weight
         const int n = chunk.count - 16 * g < 16 ? chunk.count - 16 * g : 16;
         const T* value = (const T*)chunk.values[g] + d;
         for (int i = 0; i < n; i++, value += c.dim_padded) {
+            for (int at = 0; AHEAD && at < ND * W * (int)sizeof(T); at += 64)
+                __builtin_prefetch(soon->values[g] + (i * c.dim_padded + d) * (int)sizeof(T) + at, 0, 2);
             V x[ND];
             for (int v = 0; v < ND; v++) x[v] = load(value + v * W);
             for (int q = 0; q < NQ; q++) {
@@ -199,10 +220,11 @@ INLINE Partial soften(float* s, int from, int to, float cap) {
 
 // One chunk for NQ queries: query q sees the chunk's keys [from[q], to[q]). Fills partial[q] and out[q][dim_padded];
 // largest = NONE when it sees none.
-template <typename T, int NQ>
-static void attend(const Cache& c, const Chunk& chunk, const float* const* query, const int* from, const int* to, Partial* partial, float* out) {
+template <typename T, int NQ, bool AHEAD = false>
+static void attend(const Cache& c, const Chunk& chunk, const float* const* query, const int* from, const int* to, Partial* partial, float* out,
+                   const Soon* soon = nullptr) {
     alignas(64) float p[NQ * KEYS];
-    score<T, NQ>(c, chunk, query, p);
+    score<T, NQ, AHEAD>(c, chunk, query, p, soon);
     for (int q = 0; q < NQ; q++) {
         float* s = p + q * KEYS;
         partial[q] = soften(s, from[q], to[q], c.cap);
@@ -212,8 +234,8 @@ static void attend(const Cache& c, const Chunk& chunk, const float* const* query
     }
     constexpr int ND = W == 16 ? 4 : 2;
     int d = 0;
-    for (; d + ND * W <= c.dim_padded; d += ND * W) weigh_values<T, NQ, ND>(c, chunk, p, d, out);
-    for (; d < c.dim_padded; d += W) weigh_values<T, NQ, 1>(c, chunk, p, d, out);
+    for (; d + ND * W <= c.dim_padded; d += ND * W) weigh_values<T, NQ, ND, AHEAD>(c, chunk, p, d, out, soon);
+    for (; d < c.dim_padded; d += W) weigh_values<T, NQ, 1, AHEAD>(c, chunk, p, d, out, soon);
 }
 
 // Merges a later chunk into the running result of one query.
@@ -227,10 +249,18 @@ INLINE void merge(Partial& run, float* out, const Partial& next, const float* ne
     run.largest = largest;
 }
 
-// attend() over any number of queries, four at a time.
+// attend() over any number of queries, four at a time; the first ones bring what comes soon.
 template <typename T>
-static void attend_all(const Cache& c, const Chunk& chunk, int nq, const float* const* query, const int* from, const int* to, Partial* partial, float* out) {
+static void attend_all(const Cache& c, const Chunk& chunk, int nq, const float* const* query, const int* from, const int* to, Partial* partial, float* out,
+                       const Soon* soon = nullptr) {
     int q = 0;
+    if (soon) {
+        q = nq < 4 ? nq : 4;
+        if (q == 4) attend<T, 4, true>(c, chunk, query, from, to, partial, out, soon);
+        if (q == 3) attend<T, 3, true>(c, chunk, query, from, to, partial, out, soon);
+        if (q == 2) attend<T, 2, true>(c, chunk, query, from, to, partial, out, soon);
+        if (q == 1) attend<T, 1, true>(c, chunk, query, from, to, partial, out, soon);
+    }
     for (; q + 4 <= nq; q += 4) attend<T, 4>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
     if (nq - q == 3) attend<T, 3>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
     if (nq - q == 2) attend<T, 2>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);

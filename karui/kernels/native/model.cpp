@@ -151,6 +151,8 @@ struct Scratch {  // per thread
     Buffer<const float*> query;
     Buffer<int> from, to;
     Gathered gathered;
+    int upcoming = 0;            // item that this thread computes next
+    const void* coming = nullptr;  // where the values lie that it has asked for
     Buffer<float> rows;  // of latents
     Buffer<float> scores, index_keys;  // of an indexer
     std::vector<int32_t> slots;
@@ -650,7 +652,7 @@ struct Model {
                 int32_t slots[KEYS];
                 list_attended(places[layer].group, item.sequence, item.first + r + rows - 1, first, count, slots);
                 attend(slots, count, rows * group, query + i, from + i, to + i, part + i, out + (int64_t)i * out_width,
-                       nq <= few() ? ahead_of(item, chunk, stop, longest) : Ahead{});
+                       nq <= few() ? ahead_of(item, chunk, stop, longest, w) : Ahead{});
             }
             if (item.chunk < 0)
                 for (int i = 0; i < nq; i++) merge(run[i], total + (int64_t)i * out_width, part[i], out + (int64_t)i * out_width, out_width);
@@ -664,15 +666,16 @@ struct Model {
                                         Partial* part, float* out, const Ahead& ahead) {
             Chunk keys;
             find_chunk<T>(cached, item.kv_head, slots, count, w.gathered, keys);
-            if (ahead.sparse) {
-                prefetch_chunk<T>(keys.values, keys.groups);
-                const void* groups[GROUPS];
-                int n = 0;
-                for (int i = ahead.first; i < ahead.last; i += 16)
-                    groups[n++] = (const T*)cached.keys + key_at(cached, slot_of(places[layer].group, ahead.sequence, i) / 16 * 16, ahead.head, 0);
-                prefetch_chunk<T>(groups, n);
+            Soon soon;
+            const bool more = ahead.first < ahead.last;
+            if (ahead.sparse && keys.values[0] != w.coming) prefetch_chunk<T>(keys.values, keys.groups);
+            for (int g = 0; g < GROUPS && more; g++) {
+                const int slot = slot_of(places[layer].group, ahead.sequence, std::min(ahead.first + 16 * g, ahead.last - 1)) / 16 * 16;
+                soon.keys[g] = (const char*)((const T*)cached.keys + key_at(cached, slot, ahead.head, 0));
+                soon.values[g] = (const char*)((const T*)cached.values + value_at(cached, slot, ahead.head));
             }
-            attend_all<T>(cached, keys, nq, query, from, to, part, out);
+            w.coming = more ? soon.values[0] : nullptr;
+            attend_all<T>(cached, keys, nq, query, from, to, part, out, more ? &soon : nullptr);
         });
     }
     void attend_latent_item(const Item& item, int layer, Scratch& w) {
@@ -697,10 +700,10 @@ struct Model {
         int sequence = 0, head = 0, first = 0, last = 0, row = 0;
     };
     int few() const { return latent ? std::max(16, c.heads) : 16; }
-    Ahead ahead_of(const Item& item, int chunk, int stop, int longest) const {  // the following chunk, or the item that is handed out next
+    Ahead ahead_of(const Item& item, int chunk, int stop, int longest, const Scratch& w) const {  // the following chunk, or that of the next item
         Ahead a = {true, item.sequence, item.kv_head, (chunk + 1) * KEYS, longest, item.first + item.rows - 1};
         if (chunk + 1 == stop) {
-            const int i = next.load(std::memory_order_relaxed);
+            const int i = any_split ? w.upcoming : next.load(std::memory_order_relaxed);
             if (i >= (int)items.size()) return {true};
             const int row = items[i].first + items[i].rows - 1;
             a = {true, items[i].sequence, items[i].kv_head, std::max(items[i].chunk, 0) * KEYS,
@@ -709,7 +712,7 @@ struct Model {
         a.last = std::max(a.first, std::min(a.last, a.first + KEYS));
         return a;
     }
-    static void prefetch(const void* from, int bytes) { for (int p = 0; p < bytes; p += 64) __builtin_prefetch((const char*)from + p); }
+    static void prefetch(const void* from, int bytes) { for (int p = 0; p < bytes; p += 64) __builtin_prefetch((const char*)from + p, 0, 2); }
     // attend_item() over a KIVI cache: chunks of codes, then those of the rows' own block, in fp16.
     template <int BITS> void attend_coded_item(const Item& item, int layer, Scratch& w) {
         const Coded& codes = coded[places[layer].number];
@@ -742,7 +745,7 @@ struct Model {
                 CodedChunk keys;
                 keys.units = std::min(KEYS, own_block - first) / UNIT;
                 for (int n = 0; n < keys.units; n++) keys.at[n] = codes.unit(slot_of(0, item.sequence, first + n * UNIT), item.kv_head);
-                if (nq <= 16) prefetch_coded(codes, item, chunk, before);
+                if (nq <= 16) prefetch_coded(codes, item, chunk, before, w);
                 for (int i = 0; i < nq; i++) to[i] = keys.units * UNIT;
                 attend_all_coded<BITS>(codes, rows16, keys, nq, query, from, to, w.gathered, part, out);
             } else {
@@ -760,20 +763,20 @@ struct Model {
             for (int i = 0; i < nq; i++) write_result(*inputs[0], c.layer[layer], base + i / group, item.kv_head * group + i % group, run[i], total + (int64_t)i * dim_padded);
     }
     // The codes that this thread will likely need next, as prefetch_keys().
-    void prefetch_coded(const Coded& codes, const Item& item, int chunk, int before) const {
+    void prefetch_coded(const Coded& codes, const Item& item, int chunk, int before, const Scratch& w) const {
         int sequence = item.sequence, head = item.kv_head, first = (chunk + 1) * KEYS;
         if (item.chunk >= 0) {
-            const int i = next.load(std::memory_order_relaxed);
-            if (i >= (int)items.size()) return;
-            sequence = items[i].sequence;
-            head = items[i].kv_head;
-            first = std::max(items[i].chunk, 0) * KEYS;
+            if (w.upcoming >= (int)items.size()) return;
+            const Item& coming = items[w.upcoming];
+            sequence = coming.sequence;
+            head = coming.kv_head;
+            first = std::max(coming.chunk, 0) * KEYS;
             before = ((b->context_lens[sequence] - 1) / table.size * table.size + KEYS - 1) / KEYS;
         }
         if (first >= before * KEYS) return;
         for (int n = 0; n < KEYS / UNIT && first + n * UNIT < b->context_lens[sequence]; n++) {
             const char* at = codes.unit(slot_of(0, sequence, first + n * UNIT), head);
-            for (int p = 0; p < (int)codes.head_bytes(); p += 64) __builtin_prefetch(at + p);
+            for (int p = 0; p < (int)codes.head_bytes(); p += 64) __builtin_prefetch(at + p, 0, 2);
         }
     }
     template <typename T> void prefetch_chunk(const void* const* groups, int count) const {
@@ -802,7 +805,9 @@ struct Model {
 
     void attention(int layer, int t) {
         Scratch& w = *scratch[t];
-        for (int i; (i = next.fetch_add(1)) < (int)items.size();) {
+        // a thread takes the next chunk of a cut item before it computes one, so that it asks memory for its own
+        for (int i = next.fetch_add(1); i < (int)items.size(); i = any_split ? w.upcoming : next.fetch_add(1)) {
+            if (any_split) w.upcoming = next.fetch_add(1);
             if (latent) attend_latent_item(items[i], layer, w);
             else if (!coded.empty()) coded[0].bits == 4 ? attend_coded_item<4>(items[i], layer, w) : attend_coded_item<2>(items[i], layer, w);
             else if (cache[0].type == CACHE_FP32) attend_heads<float>(items[i], layer, w);
