@@ -65,6 +65,7 @@ class ModelShape:
 
     Attributes:
         linears: the body's linears (the head is not one of them).
+        experts: the stacked matrices of a mixture's experts, each stack as one; in no formula but that of an export's bytes.
         parameters: all parameters, tied ones once.
         head: V * H; also part of `parameters`.
         tied: head and embedding are one matrix.
@@ -83,6 +84,7 @@ class ModelShape:
     tied: bool
     q_norm: bool
     known: bool
+    experts: tuple[Linear, ...] = ()
 
     @property
     def head(self) -> int:
@@ -122,6 +124,8 @@ def shape_of(model: Any) -> ModelShape:
         layers=config.num_hidden_layers, hidden=config.hidden_size, ffn=config.intermediate_size, q=heads * size,
         kv=(getattr(config, "num_key_value_heads", None) or heads) * size, vocab=head.weight.shape[0], linears=linears,
         parameters=parameters, tied=tied, q_norm=any(n.endswith("q_norm") for n, _ in model.named_modules()),
+        experts=tuple(Linear(name=n, out=p.shape[:-1].numel(), width=p.shape[-1]) for n, p in model.named_parameters()
+                      if p.ndim == 3 and "expert" in n),
         known={"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} <= leaves and not any(
             "expert" in x.name for x in linears))
 

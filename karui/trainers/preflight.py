@@ -327,11 +327,12 @@ def _exports(recipe: Recipe, shape: ModelShape) -> tuple[Export, ...]:
 
     dtype = 4
     matrices = 1 if shape.tied else 2
-    rest = (shape.parameters - shape.body - matrices * shape.head) * dtype
+    blocks = (*shape.linears, *shape.experts)
+    rest = (shape.parameters - sum(x.size for x in blocks) - matrices * shape.head) * dtype
     embedding = (Linear(name="embedding", out=shape.vocab, width=shape.hidden),) * matrices
     return tuple(
         Export(spec=str(e.spec), output=str(e.target(recipe.output)),
-               weight_bytes=weight_bytes(shape.linears, e.spec, dtype) + weight_bytes(embedding, e.embedding, dtype) + rest)
+               weight_bytes=weight_bytes(blocks, e.spec, dtype) + weight_bytes(embedding, e.embedding, dtype) + rest)
         for e in recipe.export)
 
 
@@ -370,6 +371,9 @@ def _step_text(step: Any) -> str:
     return f"{getattr(step, 'method', type(step).__name__)}"
 
 
+_BESIDE = {"distil": "the teacher", "on-policy": "the teacher and the rollouts"}
+
+
 def _warnings(recipe: Recipe, shape: ModelShape, parts: dict[str, Any]) -> tuple[str, ...]:
     train = parts["train"]
     out = []
@@ -391,10 +395,15 @@ def _warnings(recipe: Recipe, shape: ModelShape, parts: dict[str, Any]) -> tuple
                    f"{parts['available_bytes'] / 1e9:.1f} GB there are; lower optim.micro_tokens or "
                    "data.max_length, or set run.recompute=full")
     if not shape.known:
-        out.append("this architecture is not of the shape the memory formula describes; its activations may differ")
+        out.append("this architecture is not of the shape the formulas describe; its memory and time may differ")
     known = (LoraStep, VeraStep, Ia3Step, PromptStep, MergeHeadsStep, WindowStep)
     if unknown := [s for s in recipe.prepare if not isinstance(s, known)]:
-        out.append(f"memory and time of {', '.join(_step_text(s) for s in unknown)} are not predicted")
+        out.append(f"memory, time and parameters of {', '.join(_step_text(s) for s in unknown)} are not predicted")
+    kind = recipe.objective.kind
+    if kind in _BESIDE:
+        out.append(f"memory and time of {_BESIDE[kind]} (objective {kind}) are not predicted")
+    elif kind != "sft":
+        out.append(f"objective {kind} trains no weight of the model: parameters, memory and time are those of training it whole")
     return tuple(out)
 
 

@@ -1,6 +1,7 @@
 """Reference and behavioural: the preflight's numbers against counted parameters, measured saved tensors, counted operations."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
 
 from karui.adapters.lora import attach
 from karui.configs.errors import KaruiError
@@ -258,6 +259,24 @@ def test_warnings(tokenizers_by_name, monkeypatch):
                      "is more than the 0.0 GB there are; lower optim.micro_tokens"):
         assert any(expected in w for w in found.warnings), expected
     assert not preflight(recipe(), CONFIGS["llama"], tokenizers_by_name["chatml"], train, rate=RATE).notes
+
+
+@pytest.mark.parametrize("kind, message", [
+    ("distil", "memory and time of the teacher .objective distil. are not predicted"),
+    ("draft-medusa", "trains no weight of the model: parameters, memory and time are those of training it whole")])  # fmt: skip
+def test_what_an_objective_adds_is_said_not_to_be_in_the_figures(kind, message, tokenizers_by_name):
+    plan = recipe(objective={"kind": kind})
+    found = preflight(plan, CONFIGS["llama"], tokenizers_by_name["chatml"], samples(), rate=RATE)
+    assert any(re.search(message, w) for w in found.warnings)
+
+
+def test_an_exported_mixtures_experts_are_counted_on_their_grid(tokenizers_by_name):
+    config = MixtralConfig(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=2, num_local_experts=4)
+    plan = recipe(export=[{"spec": "w4g32", "embedding": "none"}, {"spec": "none", "embedding": "none"}])
+    four, whole = preflight(plan, config, tokenizers_by_name["chatml"], samples(), rate=RATE).exports
+    experts = 2 * 4 * 3 * 64 * 96
+    assert whole.weight_bytes - four.weight_bytes > experts * 3.4  # of 4 bytes a weight, 4 bits and scales are left
 
 
 def test_bad_targets_and_ranks_show_before_any_weight_is_loaded(tokenizers_by_name):
