@@ -102,7 +102,8 @@ def _decoded(a_ptr, b_ptr, y_ptr, a_scale_ptr, b_scale_ptr, a_global_ptr, b_glob
     tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), (m[:, None] < M) & (n[None, :] < N))
 
 
-SCALED = [config(8, 3, BM=128, BN=128, BK=256), config(4, 4, BM=128, BN=128, BK=128), config(4, 2, BM=64, BN=64, BK=128)]
+# NVFP4 on sm_100 takes 128 rows and no fewer.
+SCALED = [config(8, 3, BM=128, BN=128, BK=256), config(4, 4, BM=128, BN=128, BK=128), config(4, 2, BM=128, BN=64, BK=128)]
 SCALED_99K = [config(8, 2, BM=128, BN=128, BK=128), config(4, 2, BM=64, BN=64, BK=128)]
 DECODED = [config(8, 3, BM=128, BN=128, BK=64), config(4, 3, BM=64, BN=64, BK=64)]
 
@@ -153,10 +154,12 @@ def offline_cases() -> list[Case]:
     cases = []
     for number, form in enumerate(("mxfp8", "mxfp4", "nvfp4")):
         types = common | {"a_ptr": "*u8", "b_ptr": "*u8", "a_scale_ptr": "*u8", "b_scale_ptr": "*u8"}
-        for cc, c in ((100, SCALED[0]), (120, SCALED_99K[0])):
-            cases.append(Case(f"gemm_mx {form} scaled sm_{cc}", _scaled, types, {"FORMAT": number, "BAND": 8, **dict(c.blocks)},
-                              {cc: native[form][cc]}, c.num_warps, c.num_stages, odd=("num_blocks",),
-                              quick=(cc,) if form == "nvfp4" else ()))  # fmt: skip
+        for cc, c, size in ((100, SCALED[0], ""), (100, SCALED[-1], ", small"), (120, SCALED_99K[0], ""),
+                            (120, SCALED_99K[-1], ", small")):  # fmt: skip
+            constants = {"FORMAT": number, "BAND": 8, **dict(c.blocks)}
+            cases.append(Case(f"gemm_mx {form} scaled sm_{cc}{size}", _scaled, types, constants, {cc: native[form][cc]},
+                              c.num_warps, c.num_stages, odd=("num_blocks",),
+                              quick=(cc,) if form == "nvfp4" and not size else ()))  # fmt: skip
         c = DECODED[0]
         cases.append(Case(f"gemm_mx {form} decoded", _decoded, types, {"FORMAT": number, "BAND": 8, **dict(c.blocks)}, decoded,
                           c.num_warps, c.num_stages, odd=("num_blocks",), quick=(90,) if form == "nvfp4" else ()))  # fmt: skip
