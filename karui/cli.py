@@ -452,6 +452,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> None:
 
 def _write_json(path: Path | None, value: Any) -> None:
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

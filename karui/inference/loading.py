@@ -154,6 +154,8 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "auto", ch
                 raise UnsupportedError(f"it keeps no keys in {kv_dtype}")
             made: Runner = NativeRunner(config, opened.weights(), activation_bits=activation_bits or 8, weight_memory=limit,
                                         offload_to=offload_to)
+            if choice == "auto" and kv_dtype != "auto":
+                made.kv_bytes_per_token(kv_dtype)  # raises for heads that the format does not fit
             logger.info("runner: native")
             return made
         except (ImportError, KaruiError) as error:
@@ -190,7 +192,9 @@ def _device(device: str, choice: str = "auto") -> torch.device:
     try:
         where = torch.device(device)
     except RuntimeError:
-        raise KaruiError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:1.") from None
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise KaruiError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:1.")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise KaruiError(f"device {device!r}: {no_gpu()}")
     return where

@@ -33,6 +33,7 @@ def copy(folder, tmp_path):
     (("head_dim",), -1, "head_dim is -1; a whole number above 0"),
     (("vocab_size",), 0.5, "vocab_size is 0.5; a whole number"),
     (("num_hidden_layers",), "3", "holds what cannot be read"),
+    (("num_hidden_layers",), 10**9, "num_hidden_layers is 1,000,000,000; 10,000 at most"),
     (("num_attention_heads",), 0, "holds what cannot be read|num_heads is 0"),
     (("rope_parameters", "rope_theta"), -1, "rope_theta is -1.0; a number above 0"),
     (("rms_norm_eps",), "0", "norm_eps is '0'; a number above 0"),
@@ -60,6 +61,15 @@ def test_end_tokens_that_are_none(copy, text, said):
     (copy / "generation_config.json").write_text(text)
     with pytest.raises(CorruptError, match=said):
         Engine.load(copy, runner="torch", memory="1MB")
+
+
+def test_links_in_a_circle(folder, tmp_path):
+    copy = shutil.copytree(folder.parent / "bundle", tmp_path / "copy")
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").symlink_to("other")
+    (copy / "other").symlink_to("tokenizer.json")
+    with pytest.raises(CorruptError, match="tokenizer.json leads out of the bundle"):
+        open_model(copy)
 
 
 def test_a_model_type_that_is_no_word(copy):

@@ -119,8 +119,8 @@ def test_bench_on_an_engine_with_and_without_speculation(tmp_path: Path) -> None
     assert load.weight_bytes > 4 * load.weights_per_token
     assert result.levels[1].limit_per_s == pytest.approx(3 * 20e9 / (load.weight_bytes + 3 * 36 * load.kv_bytes_per_token))
     assert load.read_bytes(1) == load.read_bytes(3) == load.weight_bytes  # no experts
-    write_json(result, tmp_path / "bench.json")
-    assert json.loads((tmp_path / "bench.json").read_text())["levels"][3]["speculation"] == "ngram:4"
+    write_json(result, tmp_path / "new" / "bench.json")
+    assert json.loads((tmp_path / "new" / "bench.json").read_text())["levels"][3]["speculation"] == "ngram:4"
     console = Console(width=200, record=True, file=open("/dev/null", "w"))      # noqa: SIM115
     console.print(table(result))
     assert "ngram:4" in console.export_text()

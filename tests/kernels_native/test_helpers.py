@@ -10,6 +10,7 @@ import torch
 from karui.configs.errors import KaruiError
 from karui.inference.loading import make_runner
 from karui.inference.models.decoder import TorchRunner
+from karui.inference.models.native import NativeRunner
 from karui.kernels.native import argmax, available, chosen_isa, isas, library, quiet_torch, top_k
 from karui.kernels.native import build as build_module
 from tests.inference.conftest import tiny
@@ -70,6 +71,17 @@ def test_without_kernels_the_torch_runner_serves(why, monkeypatch, tmp_path):
     finally:
         for found in (library.load, library._load, library.unavailable):
             found.cache_clear()
+
+
+@needs_compiler
+def test_a_cache_format_that_heads_do_not_fit_and_unknown_devices(tmp_path):
+    _, config, weights = tiny("llama")
+    opened = SimpleNamespace(path=tmp_path, weights=lambda: weights)
+    assert type(make_runner(opened, config, kv_dtype="kivi4")) is TorchRunner  # heads of 8
+    assert type(make_runner(opened, config, kv_dtype="float16")) is NativeRunner
+    for device in ("mps", "meta", "tpu"):
+        with pytest.raises(KaruiError, match=f"device '{device}' is not known"):
+            make_runner(opened, config, device=device)
 
 
 @needs_compiler

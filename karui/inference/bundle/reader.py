@@ -226,7 +226,11 @@ def read(path: str | Path, *, verify: Verify = "quick") -> Bundle:
 
 def _check_file(folder: Path, name: str, record: FileRecord, *, hashed: bool) -> None:
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # links in a circle
+        inside = False
+    if not inside:
         raise CorruptError(f"{folder}: {name} leads out of the bundle; a bundle holds its own files.")
     if not path.is_file():
         raise CorruptError(f"{folder}: {name} is missing.")

@@ -285,6 +285,7 @@ def write_json(result: Result, path: Path) -> None:
             return [clean(v) for v in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(clean(result.to_dict()), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
@@ -313,6 +314,7 @@ def plot(result: Result, path: Path) -> None:
         axes.set_xticks(sorted(limits), [str(c) for c in sorted(limits)], minor=False)
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     figure.savefig(temporary, format="png", dpi=120)
     temporary.replace(path)

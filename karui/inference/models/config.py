@@ -245,6 +245,9 @@ class ModelConfig:
         return self.num_layers - (0 if self.recurrent is None else sum(self.recurrent.layers))
 
 
+MOST_PARTS = 10_000
+"""Layers, or experts of a layer, beyond which a config.json is taken for damaged; all of them have names and shapes in memory."""
+
 ACTIVATIONS = ("silu", "relu2", "gelu_pytorch_tanh")
 
 
@@ -270,6 +273,9 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
                                f"{nearest(str(kind), FAMILIES)}")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedError(f"{kind} with use_bidirectional_attention is not supported: the engine generates.")
+    for name, count in config.items():
+        if name.endswith(("_layers", "experts")) and isinstance(count, int) and count > MOST_PARTS:
+            raise CorruptError(f"config.json of a {kind}: {name} is {count:,}; {MOST_PARTS:,} at most were expected.")
     try:
         found = ModelConfig(**{**common(config), **FAMILIES[kind](config)})
         if found.intermediate_size == 0 and not (found.mixture is not None and all(found.mixture.layers)):
