@@ -378,7 +378,8 @@ def walk(cc: int, parts: list[str]) -> tuple[list[Launch], list[str]]:
         runs: dict[str, Callable[[], Any]] = {f"correct: {name}": run for name, (_, run) in script.checks().items()}
         # fewer layers and tokens launch nothing else
         runs |= script.speed_parts(replace(script.FULL, new=8, layers=6))
-        runs |= {f"served: {', '.join(map(str, each))}": lambda each=each: served(script, *each) for each in SERVED}
+        runs |= {f"served: {', '.join(map(str, each))}": lambda each=each: served(script, *each) for each in SERVED
+                 if cc >= 89 or each[2] == 16}  # fmt: skip
         every = patch.object(tuning, "_milliseconds", lambda run: run() or 1.0)
         with every, patch.object(grouped, "group_rows", group_rows):
             for name, run in runs.items():
