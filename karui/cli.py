@@ -160,8 +160,8 @@ def export(
     spec: Annotated[str, typer.Option(help="Grid of the block linears, e.g. w4g32, w8, w1.58, none.")] = "w4g32",
     embedding: Annotated[str, typer.Option(help="Grid of the embedding and the output head.")] = "w8",
     method: Annotated[str, typer.Option(help="How the codes are found: `karui quantize --list`.")] = "rtn",
-    samples: Annotated[int, typer.Option(help="Calibration rows, cut from the run's training samples.")] = 32,
-    length: Annotated[int, typer.Option(help="Tokens per calibration row.")] = 256,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration rows, cut from the run's training samples.")] = 32,
+    length: Annotated[int, typer.Option(min=8, help="Tokens per calibration row.")] = 256,
     merge: Annotated[str, typer.Option(help="Base an adapter is merged into: auto (measured), trained, original.")] = "auto",
 ) -> None:
     """Merge a run's adapter, quantize, write a bundle, and put it in place only after the parity gate."""
@@ -274,8 +274,8 @@ def quantize(
     spec: Annotated[str, typer.Option(help="Grid of the block linears, e.g. w4g64.")] = "w4g64",
     embedding: Annotated[str, typer.Option(help="Grid of the embedding and the output head.")] = "w8",
     calibration: Annotated[Path | None, typer.Option(help="Text file to calibrate on.")] = None,
-    samples: Annotated[int, typer.Option(help="Calibration samples.")] = 64,
-    length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration samples.")] = 64,
+    length: Annotated[int, typer.Option(min=8, help="Tokens per calibration sample.")] = 512,
     work: Annotated[Path | None, typer.Option(help="Folder for finished blocks: a killed run goes on from it.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method, e.g. --set damp=0.05.")
@@ -320,8 +320,8 @@ def kv_levels(
     model: Annotated[str, typer.Argument(help="A bundle or a model folder.")],
     calibration: Annotated[Path, typer.Option(help="Text file like what will be served.")],
     kv_dtype: Annotated[str, typer.Option("--format", help="kvquant4, kvquant3 or kvquant2.")] = "kvquant3",
-    samples: Annotated[int, typer.Option(help="Calibration samples.")] = 16,
-    length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration samples.")] = 16,
+    length: Annotated[int, typer.Option(min=8, help="Tokens per calibration sample.")] = 512,
 ) -> None:
     """Fit the levels of a KVQuant cache to a model and put them beside its weights, for --kv-dtype."""
     from karui.trainers.kv_levels import make_levels

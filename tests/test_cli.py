@@ -40,6 +40,13 @@ def test_a_stopped_run_is_told_by_its_exit_code(monkeypatch, stopped, code):
     assert CliRunner().invoke(app, ["train", "demo"]).exit_code == code
 
 
+@pytest.mark.parametrize("given", [["quantize", "m", "-o", "x", "--samples", "-1"], ["export", "r", "-o", "x", "--length", "0"],
+                                   ["kv-levels", "m", "--calibration", "t", "--samples", "0"]])  # fmt: skip
+def test_calibration_needs_rows_and_tokens(given):
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2 and "Invalid value for" in done.output
+
+
 def test_quantize_lists_methods_with_their_papers():
     output = CliRunner().invoke(app, ["quantize", "--list"]).output
     assert "gptq" in output and "2210.17323" in output
