@@ -127,7 +127,7 @@ def rows_of(samples: Any, how: Calibration) -> torch.Tensor:
     if count == 0:
         raise KaruiError(
             f"the run's training samples hold {len(ids)} tokens, fewer than one calibration row of {how.length}; "
-            "export with --method rtn, which needs none, or a shorter --length."
+            "take method rtn, which needs none, or a shorter length."
         )
     return torch.tensor(ids[: count * how.length]).view(count, how.length)
 
