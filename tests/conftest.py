@@ -41,3 +41,14 @@ def own_cache(tmp_path, monkeypatch):
     (folder / "native").symlink_to(kernels)
     monkeypatch.setenv("KARUI_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def first_of_equals(monkeypatch):
+    """transformers' choice among equal scores, of which many are 0, is any; here the first ones, as ours."""
+
+    def topk(self, k, dim=-1, largest=True, sorted=True):
+        found = self.sort(dim=dim, descending=largest, stable=True)
+        return torch.return_types.topk(tuple(x.narrow(dim, 0, k) for x in found))
+
+    monkeypatch.setattr(torch.Tensor, "topk", topk)

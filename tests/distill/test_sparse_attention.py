@@ -10,6 +10,8 @@ from karui.distill.reshape import describe, latent, size_of, sparse
 from karui.inference.engine import Engine
 from tests.distill.test_reshape import IDS, logits, rows, tiny
 
+pytestmark = pytest.mark.usefixtures("first_of_equals")
+
 LONG = torch.randint(0, 40, (1, 48), generator=torch.Generator().manual_seed(6))
 EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=16, first_k_dense_replace=1, n_group=2,
                topk_group=1)

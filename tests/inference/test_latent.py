@@ -24,8 +24,11 @@ from karui.inference.speculate import Speculation
 from karui.inference.speculative.config import SpeculationConfig
 from karui.inference.speculative.factory import Speculator
 from karui.kernels.quantize import quantize
+from karui.kernels.sparse_attention import largest
 from tests.inference.conftest import assert_bits_do_not_depend_on_the_way, tiny
 from tests.inference.test_decoder import assert_logits_are_the_model_s, batch_of
+
+pytestmark = pytest.mark.usefixtures("first_of_equals")
 
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, mscale=0.7, mscale_all_dim=0.9, beta_fast=16, beta_slow=2,
             original_max_position_embeddings=32)
@@ -68,6 +71,14 @@ class Wide:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+def test_a_choice_does_not_depend_on_the_rows_beside_it():
+    scores = torch.relu(torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) - 1)  # most are 0
+    whole = largest(scores, 90)
+    assert torch.equal(torch.cat([largest(part, 90) for part in scores.split(7)]), whole)
+    zeros = scores.gather(1, whole) == 0
+    assert zeros.any() and all((row[z].diff() > 0).all() for row, z in zip(whole, zeros, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

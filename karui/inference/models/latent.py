@@ -36,6 +36,7 @@ from karui.inference.cache.kv import DTYPES
 from karui.inference.models.config import Latent, ModelConfig
 from karui.inference.models.rope import rotate
 from karui.inference.models.step import Step
+from karui.kernels.sparse_attention import largest
 
 if TYPE_CHECKING:
     from karui.inference.models.decoder import TorchRunner
@@ -305,7 +306,7 @@ def _choose(run: TorchRunner, layer: int, h: torch.Tensor, q_in: torch.Tensor, s
                                 for part, w in zip(unit.of(q).split(rows, 1), unit.of(weights).split(rows, 1), strict=True)], 1)
             if unit.visible is not None:
                 scores = scores.masked_fill(~unit.visible, float("-inf"))
-            unit.index = scores.topk(x.top, -1).indices
+            unit.index = largest(scores, x.top)
             unit.real = None if unit.visible is None else unit.visible.expand_as(scores).gather(-1, unit.index)
     return units
 

@@ -30,6 +30,14 @@ def scores(iq: torch.Tensor, ik: torch.Tensor, iw: torch.Tensor) -> torch.Tensor
     return (iw[:, None] @ lit)[:, 0]
 
 
+def largest(scores: torch.Tensor, top: int) -> torch.Tensor:
+    """Where the `top` largest of the last dimension are, best first, of equals the first.
+
+    `topk` breaks ties as the shape has it, and a score of 0 is no rarity behind a ReLU: a row's choice would depend on others'.
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top]
+
+
 @torch.no_grad()
 def choose(iq: torch.Tensor, ik: torch.Tensor, iw: torch.Tensor, cu_seqlens: torch.Tensor, top: int) -> Chosen:
     """The `top` keys of every row by score, among those up to it in its document.
@@ -47,7 +55,7 @@ def choose(iq: torch.Tensor, ik: torch.Tensor, iw: torch.Tensor, cu_seqlens: tor
                 for a, b in _blocks(s, e, iq.shape[1])]
         # a block that ends before `top` keys is widened: what it may not see comes last
         wide = [torch.nn.functional.pad(x, (0, max(0, top - x.shape[1])), value=float("-inf")) for x in rows]
-        chosen.append(torch.cat([x.topk(top, -1).indices.int() for x in wide]))
+        chosen.append(torch.cat([largest(x, top).int() for x in wide]))
     return chosen
 
 
