@@ -57,7 +57,7 @@ INDEXED = dict(LATENT, index_n_heads=4, index_head_dim=16, index_topk=4)
     ("gemma3_text", dict(sliding_window=4, sliding_window_pattern=2)), ("olmo3", dict(sliding_window=4)),
     ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2, decoder_sparse_step=2, mlp_only_layers=[3])),
 ])
-def test_layers_keep_their_kind(kind, options, tmp_path):
+def test_layers_keep_their_kind(kind, options, tmp_path, first_of_equals):
     """Dense or experts, window or none, indexer or none: the kept layers are what they were, in the folder, too, and the engine
     computes what transformers does."""
     from karui.inference.bundle.reader import open_model
