@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from karui.catalogue.byte_level import BYTE_ALPHABET
 from karui.configs.errors import KaruiError
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -30,14 +31,14 @@ def token_bytes(vocabulary: Mapping[str, int], special: Collection[int] = ()) ->
     texts: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     for text, i in vocabulary.items():
         texts[i] = None if i in special else text
-    table = _byte_characters()
     if any("\u2581" in (t or "") for t in texts) and not any("\u0120" in (t or "") for t in texts):
         return [None if t is None else bytes([int(m[1], 16)]) if (m := _BYTE.fullmatch(t))
                 else t.replace("\u2581", " ").encode() for t in texts]
-    if sum(t is not None and all(c in table for c in t) for t in texts) * 2 < sum(t is not None for t in texts):
+    if sum(t is not None and all(c in BYTE_ALPHABET for c in t) for t in texts) * 2 < sum(t is not None for t in texts):
         raise KaruiError("the vocabulary is neither byte-level BPE nor SentencePiece, so its tokens have no known bytes; "
                          "distil from a teacher with the student's own tokenizer.")
-    return [None if t is None else bytes(table[c] for c in t) if all(c in table for c in t) else t.encode() for t in texts]
+    return [None if t is None else bytes(BYTE_ALPHABET[c] for c in t) if all(c in BYTE_ALPHABET for c in t) else t.encode()
+            for t in texts]
 
 
 def boundaries(tokens: Sequence[int], byte_table: Sequence[bytes | None]) -> np.ndarray:
@@ -68,10 +69,3 @@ def common_rows(student: np.ndarray, teacher: np.ndarray) -> tuple[np.ndarray, n
     offsets_t, first_t = np.unique(ends_t[::-1], return_index=True)
     _, at_s, at_t = np.intersect1d(offsets_s, offsets_t, assume_unique=True, return_indices=True)
     return len(ends_s) - 1 - first_s[at_s], len(ends_t) - 1 - first_t[at_t]
-
-
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for characters from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

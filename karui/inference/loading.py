@@ -142,13 +142,8 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "auto", ch
     if choice == "native" and where.type != "cpu":
         raise UnsupportedError(f"the native runner works on the CPU, not on {device}; use runner='auto' there.")
     if choice in ("auto", "native") and where.type == "cpu" and dtype == "auto":
-        with contextlib.suppress(ImportError):
-            from karui.kernels.native import chosen_isa
-
-            chosen_isa()  # what KARUI_ISA asks for and this CPU lacks is an error
         try:
             from karui.inference.models.native import CACHE_TYPES, NativeRunner
-            from karui.kernels.native import unavailable
 
             if choice == "auto" and kv_dtype not in ("auto", *CACHE_TYPES):
                 raise UnsupportedError(f"it keeps no keys in {kv_dtype}")
@@ -158,9 +153,7 @@ def make_runner(opened: Opened, config: ModelConfig, *, device: str = "auto", ch
                 made.kv_bytes_per_token(kv_dtype)  # raises for heads that the format does not fit
             logger.info("runner: native")
             return made
-        except (ImportError, KaruiError) as error:
-            if not isinstance(error, ImportError | UnsupportedError) and (choice == "native" or not unavailable()):
-                raise
+        except (ImportError, UnsupportedError) as error:
             if choice == "native":
                 raise UnsupportedError(f"the native runner cannot serve {opened.path}: {error}") from error
             logger.info("runner: torch, because the native one cannot serve this model: %s", error)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from karui.catalogue.byte_level import BYTE_ALPHABET
 from karui.configs.errors import KaruiError, UnsupportedError
 
 
@@ -45,12 +46,6 @@ class Detokenizer:
         """What was held back for a stop text that did not come; half a character is dropped."""
         text, self._held = self._held, ""
         return "" if self.stopped is not None else text
-
-
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTE_ALPHABET = {chr(b): b for b in _PRINTABLE} | {
-    chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)}
-"""The character that stands for each byte in a byte-level vocabulary."""
 
 
 def token_text(backend: Any, token: int) -> str:

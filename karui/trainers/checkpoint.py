@@ -184,18 +184,23 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
         raise CorruptError(f"{folder / OPTIMIZER} cannot be read: {error}. {advice}") from error
 
 
+def as_written(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as its file reads."""
+    written: dict[str, Any] = json.loads(json.dumps(recipe.dump()))
+    return written
+
+
 def as_of_now(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """A stored recipe with the defaults of keys that came later; as it is when this version cannot read it."""
     try:
-        found: Mapping[str, Any] = json.loads(json.dumps(Recipe.build(stored).dump()))
+        return as_written(Recipe.build(stored))
     except KaruiError:
         return stored
-    return found
 
 
 def check_belongs(state: Mapping[str, Any], recipe: Recipe, *, base: str, data: str, source: str) -> None:
     """Raise `KaruiError` when a checkpoint is of another run: other base, other data, other recipe (the keys are named)."""
-    old, new = _leaves(as_of_now(state.get("recipe", {}))), _leaves(json.loads(json.dumps(recipe.dump())))
+    old, new = _leaves(as_of_now(state.get("recipe", {}))), _leaves(as_written(recipe))
     changed = [k for k in sorted(set(old) | set(new)) if old.get(k) != new.get(k) and not _free(k)]
     if serious := [k for k in changed if k not in _ROUNDING]:
         shown = "; ".join(f"{k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in serious[:4])

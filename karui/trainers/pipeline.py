@@ -103,8 +103,9 @@ def _export_and_compare(recipe: Recipe, result: RunResult, *, resumed: bool) -> 
 def _made_by(recipe: Recipe, target: Path) -> bool:
     """Whether a whole bundle of this recipe is in place."""
     from karui.configs.manifest import MANIFEST_NAME, Manifest
+    from karui.trainers.checkpoint import as_written
 
-    return (target / MANIFEST_NAME).is_file() and Manifest.read(target).recipe == json.loads(json.dumps(recipe.dump()))
+    return (target / MANIFEST_NAME).is_file() and Manifest.read(target).recipe == as_written(recipe)
 
 
 def export_run(

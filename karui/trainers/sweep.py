@@ -144,13 +144,13 @@ def _run(values: dict[str, Any], recipe: Recipe) -> Trial:
 
 def _same_run(recipe: Recipe) -> bool:
     """Whether the folder holds a run of this recipe; one from before a key existed had that key's default."""
-    from karui.trainers.checkpoint import as_of_now
+    from karui.trainers.checkpoint import as_of_now, as_written
 
     try:
         stored = json.loads((recipe.output / "recipe.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return False
-    return bool(as_of_now(stored) == json.loads(json.dumps(recipe.dump())))
+    return bool(as_of_now(stored) == as_written(recipe))
 
 
 def _finished(recipe: Recipe) -> dict[str, Any] | None:

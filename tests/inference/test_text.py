@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from karui.catalogue.byte_level import BYTE_ALPHABET
 from karui.configs.errors import KaruiError
 from karui.inference.engine import Engine
 from karui.inference.models.decoder import TorchRunner
 from karui.inference.requests import Request, SamplingParams
-from karui.inference.text import BYTE_ALPHABET, Detokenizer, encode_chat, encode_prompt, token_bytes, token_text
+from karui.inference.text import Detokenizer, encode_chat, encode_prompt, token_bytes, token_text
 from tests.inference.conftest import tiny
 
 

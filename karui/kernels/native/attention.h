@@ -249,20 +249,20 @@ INLINE void merge(Partial& run, float* out, const Partial& next, const float* ne
     run.largest = largest;
 }
 
+// f(n, first), n known to the compiler, of up to N.
+template <int N, typename F> INLINE void counted(int n, int first, F f) {
+    if (n == N) f(std::integral_constant<int, N>(), first);
+    else if constexpr (N > 1) counted<N - 1>(n, first, f);
+}
+
 // attend() over any number of queries, four at a time; the first ones bring what comes soon.
 template <typename T>
 static void attend_all(const Cache& c, const Chunk& chunk, int nq, const float* const* query, const int* from, const int* to, Partial* partial, float* out,
                        const Soon* soon = nullptr) {
-    int q = 0;
-    if (soon) {
-        q = nq < 4 ? nq : 4;
-        if (q == 4) attend<T, 4, true>(c, chunk, query, from, to, partial, out, soon);
-        if (q == 3) attend<T, 3, true>(c, chunk, query, from, to, partial, out, soon);
-        if (q == 2) attend<T, 2, true>(c, chunk, query, from, to, partial, out, soon);
-        if (q == 1) attend<T, 1, true>(c, chunk, query, from, to, partial, out, soon);
-    }
-    for (; q + 4 <= nq; q += 4) attend<T, 4>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
-    if (nq - q == 3) attend<T, 3>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
-    if (nq - q == 2) attend<T, 2>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
-    if (nq - q == 1) attend<T, 1>(c, chunk, query + q, from + q, to + q, partial + q, out + q * c.dim_padded);
+    for (int q = 0; q < nq; q += 4)
+        counted<4>(nq - q < 4 ? nq - q : 4, q, [&](auto n, int i) {
+            constexpr int NQ = decltype(n)::value;
+            if (soon && !i) attend<T, NQ, true>(c, chunk, query, from, to, partial, out, soon);
+            else attend<T, NQ>(c, chunk, query + i, from + i, to + i, partial + i, out + i * c.dim_padded);
+        });
 }

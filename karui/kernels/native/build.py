@@ -20,7 +20,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from karui.configs.errors import KaruiError
+from karui.configs.errors import KaruiError, UnsupportedError
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def compiler() -> str | None:
 def build(isa: str, sources: tuple[str, ...] = SOURCES) -> Path:
     """The compiled library for `isa`, compiled (up to 30 s) when the cache lacks it; the first of `sources` includes the rest.
 
-    Raises `KaruiError` when there is no compiler or it fails, with the first lines of its message.
+    Raises `UnsupportedError` when there is no compiler or it fails, with the first lines of its message.
     """
     extras = tuple(flag for name, flag in _EXTRAS.get(isa, {}).items() if name in _cpu())
     try:
@@ -111,7 +111,7 @@ def _build(isa: str, sources: tuple[str, ...], extras: tuple[str, ...]) -> Path:
     if target.exists():
         return target
     if cxx is None:
-        raise KaruiError("no C++ compiler found (g++, clang++ or c++, or $CXX); install one for the native kernels.")
+        raise UnsupportedError("no C++ compiler found (g++, clang++ or c++, or $CXX); install one for the native kernels.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f"{stem}-{isa}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -123,7 +123,7 @@ def _build(isa: str, sources: tuple[str, ...], extras: tuple[str, ...]) -> Path:
         try:
             done = subprocess.run([cxx, *flags, "-o", temporary, str(here / sources[0])], capture_output=True, text=True)
             if done.returncode:
-                raise KaruiError(f"{cxx} could not compile the native kernels: {done.stderr.strip()[:600]}")
+                raise UnsupportedError(f"{cxx} could not compile the native kernels: {done.stderr.strip()[:600]}")
             os.replace(temporary, target)
         finally:
             if os.path.exists(temporary):

@@ -107,10 +107,6 @@ INLINE const float* widened(const LatentCache& c, int slot, float* own) {
 constexpr int TOGETHER = W == 16 ? 6 : 3;  // queries whose sums fit into registers
 
 // f(queries [first, first + N)) for all of them, N known to the compiler, as evenly as can be. No result depends on the cut.
-template <int N, typename F> INLINE void counted(int n, int first, F f) {
-    if (n == N) f(std::integral_constant<int, N>(), first);
-    else if constexpr (N > 1) counted<N - 1>(n, first, f);
-}
 template <typename F> INLINE void evenly(int count, F f) {
     const int parts = (count + TOGETHER - 1) / TOGETHER;
     for (int i = 0; i < parts; i++) counted<TOGETHER>(count * (i + 1) / parts - count * i / parts, count * i / parts, f);

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from karui.configs.errors import KaruiError
+from karui.configs.errors import KaruiError, UnsupportedError
 from karui.kernels.native.build import build, chosen_isa
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class Library:
 
 @cache
 def load(isa: str | None = None) -> Library:
-    """The library for `isa` (default: `chosen_isa()`), compiled if need be. Raises `KaruiError` when that fails."""
+    """The library for `isa` (default: `chosen_isa()`), compiled if need be. Raises `UnsupportedError` when that fails."""
     return _load(isa or chosen_isa())
 
 
@@ -179,7 +179,7 @@ def _load(isa: str) -> Library:
     try:
         return Library(isa)
     except OSError as error:
-        raise KaruiError(f"the native kernels could not be loaded: {error}") from error
+        raise UnsupportedError(f"the native kernels could not be loaded: {error}") from error
 
 
 @cache
