@@ -132,7 +132,9 @@ def device() -> str:
 
 
 def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("karui", "torch", "transformers")} | {"python": platform.python_version()}
+    from karui import __version__  # a checkout that is not installed has it too
+
+    return {"karui": __version__} | {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
 
 
 def _number(value: float | None) -> str:

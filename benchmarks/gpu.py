@@ -1,7 +1,10 @@
 """Kernels, training step and engine on one GPU: correctness against float64 first, then shares of ceilings measured in the same run.
 
-    python benchmarks/gpu.py --json out.json            one card, under 8 minutes, no network; torch, triton, transformers, pydantic, peft
+    python benchmarks/gpu.py --json out.json            one card, under 8 minutes, no network
     python benchmarks/gpu.py --only correctness         on a CPU this is all there is: tiny shapes, Triton's interpreter
+
+It needs torch, triton and transformers beside this checkout, which need not be installed. The QLoRA step needs peft, and its peer
+bitsandbytes too.
 
 Ceilings: a large copy (GB/s) and torch's bf16 product at 8192^3 (TFLOP/s). Times are medians of CUDA-event timings after a warm-up.
 What decoding runs is timed as a CUDA graph over so many copies of the weights that no cache holds them. Kernel configurations are timed
@@ -28,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,7 +45,7 @@ import json  # noqa: E402
 import platform  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 
-if MISSING := [name for name in ("triton", "transformers", "pydantic") if find_spec(name) is None]:
+if MISSING := [name for name in ("triton", "transformers") if find_spec(name) is None]:
     names, version = " ".join(MISSING), f"{sys.version_info.major}.{sys.version_info.minor}"
     sys.exit(f"{names} not installed: pip install {names}; for a machine without a network: pip download -d wheels --only-binary=:all: "
              f"--python-version {version} {names} where there is one, and here pip install --no-index --find-links wheels {names}")
@@ -822,13 +826,15 @@ def qlora_step(model: Any, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
     """karui's QLoRA step (NF4 with double quantization, rank 16 on every linear) on the rows of `tokens` [n, length] as packed
     documents; gives the mean loss."""
     from karui.adapters.lora import attach
-    from karui.configs.steps import LoraStep
     from karui.trainers.data import IGNORE
     from karui.trainers.model import ATTENTION, LossSum, install_lean_ops, register_attention
 
     register_attention()
     model.set_attn_implementation(ATTENTION)
-    adapted = attach(model, LoraStep(method="qlora", base="nf4dq", rank=16, alpha=32)).model.to(DEVICE)
+    step: Any = SimpleNamespace(  # what a recipe's step has, without the package that reads recipes
+        base=QuantSpec.parse("nf4dq"), rank=16, alpha=32.0, scaling=2.0, rslora=False, dora=False, dropout=0.0, init="kaiming",
+        targets="all-linear", train_also=())  # fmt: skip
+    adapted = attach(model, step).model.to(DEVICE)
     install_lean_ops(adapted)
     loss_sum, (rows, length) = LossSum(adapted, 4096), tokens.shape
     targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)], 1).flatten()
@@ -868,6 +874,9 @@ def _steps(model: Any, loss_of: Callable[[], torch.Tensor]) -> Callable[[], torc
 
 def qlora(s: Sizes) -> list[Figure]:
     missing = [name for name in ("peft", "bitsandbytes") if find_spec(name) is None]
+    name = f"QLoRA step of a llama of {s.layers} layers, nf4dq, rank 16"
+    if "peft" in missing:
+        return [Figure(name=name, ours=None, unit="tokens/s", note="peft not installed")]
 
     def speed(make: Callable[[Any, torch.Tensor], Callable[[], torch.Tensor]]) -> float:
         model = llama(s.layers, **s.model)
@@ -881,7 +890,7 @@ def qlora(s: Sizes) -> list[Figure]:
             peer = speed(peft_step)
         except Exception as problem:
             note = f"the peer {FAILED}{type(problem).__name__}: {str(problem)[:200]}"
-    return [Figure(name=f"QLoRA step of a llama of {s.layers} layers, nf4dq, rank 16", ours=ours, unit="tokens/s", peer=peer, peer_name="peft + bitsandbytes", note=note)]
+    return [Figure(name=name, ours=ours, unit="tokens/s", peer=peer, peer_name="peft + bitsandbytes", note=note)]
 
 
 def lora(s: Sizes) -> list[Figure]:

@@ -22,11 +22,12 @@ from karui.adapters.quantized_linear import NOT_QUANTIZED, QuantizedLinear
 from karui.adapters.start import Start
 from karui.adapters.targets import check_rank, head_names, is_tied, resolve_lora_targets, resolve_modules, shortest
 from karui.configs.errors import KaruiError
-from karui.configs.steps import LoraStep
 from karui.kernels.quantize import quantize
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+    from karui.configs.steps import LoraStep
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ MX in the OCP Microscaling specification v1.0.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, model_validator
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
 
 from karui.configs.errors import KaruiError, nearest
 
@@ -37,11 +37,16 @@ _NAMED: dict[str, dict[str, Any]] = {
     "mxfp4": dict(format="mxfp4", bits=4, granularity="group", group_size=32, scale_dtype="e8m0"),
     "nvfp4": dict(format="nvfp4", bits=4, granularity="group", group_size=16, scale_dtype="e4m3"),
 }
+_CHOICES = {"format": get_args(Format), "granularity": get_args(Granularity), "scale_dtype": get_args(ScaleDtype),
+            "symmetric": (True, False), "double_quant": (True, False), "activation_bits": (8, 16)}
 _EXAMPLES = ("w4g32", "w4g128a", "w3g64", "w2g64", "w8", "w8t", "w8a8", "w4g32a8", "w1.58", "w1", *_NAMED)
 
 
-class QuantSpec(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class QuantSpec:
     """A frozen description of one grid. Two specs are the same grid exactly when they compare equal.
+
+    Pydantic, in a recipe's sections, takes a spelling or a mapping for one; nothing else here needs it.
 
     Attributes:
         format: element type. `none` leaves the tensor in high precision.
@@ -52,9 +57,10 @@ class QuantSpec(BaseModel):
         scale_dtype: the dtype scales are stored in; they are rounded to it before codes are computed.
         double_quant: NF4 only: absmax minus its mean is stored in 8 bit, blocks of 256 (QLoRA, section 3).
         activation_bits: 8: activations are quantized per token, symmetric, at run time; 16: they are not.
-    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Raises:
+        KaruiError: a value that is not valid, or two that exclude one another.
+    """
 
     format: Format = "int"
     bits: int = 4
@@ -65,33 +71,47 @@ class QuantSpec(BaseModel):
     double_quant: bool = False
     activation_bits: Literal[8, 16] = 16
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_spelling(cls, value: Any) -> Any:
-        return _fields(value) if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _sensible(self) -> QuantSpec:
+    def __post_init__(self) -> None:
+        for name, valid in _CHOICES.items():
+            if (value := getattr(self, name)) not in valid:
+                raise KaruiError(f"{name} is one of {', '.join(map(str, valid))}, got {value!r}")
+        for name, value in (("bits", self.bits), ("group_size", 2 if self.group_size is None else self.group_size)):
+            if type(value) is not int:
+                raise KaruiError(f"{name} is a whole number, got {value!r}")
         if (self.granularity == "group") != (self.group_size is not None):
-            raise ValueError("group_size goes with granularity 'group', and only with it")
+            raise KaruiError("group_size goes with granularity 'group', and only with it")
         if self.group_size is not None and self.group_size < 2:
-            raise ValueError(f"group_size must be at least 2, got {self.group_size}")
+            raise KaruiError(f"group_size must be at least 2, got {self.group_size}")
         if self.format == "int" and self.bits not in (2, 3, 4, 5, 6, 7, 8):
-            raise ValueError(f"int grids have 2 to 8 bits, got {self.bits}")
+            raise KaruiError(f"int grids have 2 to 8 bits, got {self.bits}")
         if not self.symmetric and self.format != "int":
-            raise ValueError(f"only int grids can be affine, not {self.format}")
+            raise KaruiError(f"only int grids can be affine, not {self.format}")
         if self.double_quant and self.format != "nf4":
-            raise ValueError("double_quant belongs to nf4")
-        return self
+            raise KaruiError("double_quant belongs to nf4")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema as core
+
+        types = get_type_hints(cls)
+        keys = {f.name: core.typed_dict_field(handler.generate_schema(types[f.name]), required=False) for f in fields(cls)}
+
+        def read(given: Any, checked: Any) -> QuantSpec:
+            if not isinstance(given, str | Mapping | QuantSpec):
+                raise KaruiError(f"a grid is a spelling, such as {_EXAMPLES[0]}, or a mapping with the keys {', '.join(keys)}")
+            return given if isinstance(given, QuantSpec) else cls(**checked(_fields(given) if isinstance(given, str) else given))
+
+        return core.no_info_wrap_validator_function(read, core.typed_dict_schema(keys, extra_behavior="forbid"),
+                                                    serialization=core.plain_serializer_function_ser_schema(asdict))  # fmt: skip
 
     @classmethod
     def parse(cls, text: str) -> QuantSpec:
         """The spec a short spelling stands for. Raises `KaruiError` naming the valid spellings."""
-        fields = _fields(text)
+        values = _fields(text)
         try:
-            return cls(**fields)
-        except ValueError as error:
-            raise KaruiError(f"quantization spec {text!r}: {error}") from error
+            return cls(**values)
+        except KaruiError as error:
+            raise KaruiError(f"quantization spec {text!r}: {error}.") from error
 
     def __str__(self) -> str:
         base, suffix = self._stem(), ""
@@ -147,13 +167,13 @@ def _fields(text: str) -> dict[str, Any]:
     if match is None:
         raise KaruiError(f"quantization spec {text!r} is not known; examples: {', '.join(_EXAMPLES)}.{nearest(stem, _EXAMPLES)}")
     bits, group = match["bits"], match["group"]
-    fields: dict[str, Any] = {"activation_bits": int(match["act"] or 16), **extra}
+    found: dict[str, Any] = {"activation_bits": int(match["act"] or 16), **extra}
     if bits in ("1", "1.58"):
-        fields |= dict(format="binary" if bits == "1" else "ternary", bits=1 if bits == "1" else 2, granularity="tensor")
+        found |= dict(format="binary" if bits == "1" else "ternary", bits=1 if bits == "1" else 2, granularity="tensor")
     else:
-        fields |= dict(format="int", bits=int(bits), granularity="channel")
+        found |= dict(format="int", bits=int(bits), granularity="channel")
     if group:
-        fields |= dict(granularity="group", group_size=int(group))
+        found |= dict(granularity="group", group_size=int(group))
     elif match["tensor"]:
-        fields |= dict(granularity="tensor")
-    return fields | (dict(symmetric=False) if match["affine"] else {})
+        found |= dict(granularity="tensor")
+    return found | (dict(symmetric=False) if match["affine"] else {})

@@ -5,6 +5,7 @@ A key that does not exist is an error that names the file, the key, the valid ke
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import types
 import typing
@@ -17,10 +18,10 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from karui.configs.errors import KaruiError, nearest
 from karui.configs.objectives import ObjectiveSection, SftObjective
+from karui.configs.precision import OptimizerName
 from karui.configs.quantspec import QuantSpec
 from karui.configs.section import Section, Seed
 from karui.configs.steps import PrepareStep
-from karui.configs.steps.lowprec import OptimizerName
 
 
 class ModelSection(Section):
@@ -277,7 +278,7 @@ class Recipe(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise KaruiError("\n".join(_explain(cls, source, group) for group in _grouped(error.errors()))) from error
+            raise KaruiError(explain(cls, source, error)) from error
 
     def dump(self) -> dict[str, Any]:
         """JSON-able mapping that `build` turns back into an equal recipe; specs in their short spelling."""
@@ -376,6 +377,11 @@ def _names_type(part: str) -> bool:
     return part in ("float", "str", "int", "bool", "constrained-float") or "[" in part
 
 
+def explain(model: type[BaseModel], source: str, error: ValidationError) -> str:
+    """What is wrong with values for this section, a line per key; `source` names where they stand."""
+    return "\n".join(_explain(model, source, group) for group in _grouped(error.errors()))
+
+
 def _explain(model: type[BaseModel], source: str, group: Sequence[Any]) -> str:
     error = group[0]
     full = [str(p) for p in error["loc"]]
@@ -390,7 +396,7 @@ def _explain(model: type[BaseModel], source: str, group: Sequence[Any]) -> str:
         name = error["ctx"]["discriminator"].strip("'")
         return f"{source}: {key}: the key {name} is missing; it says what this step is."
     if error["type"] == "extra_forbidden":
-        names = list(section.model_fields) if section else []
+        names = keys_of(section) if section else []
         return f"{source}: unknown key {key!r}; valid here: {', '.join(names)}.{nearest(loc[-1], names)}"
     if error["type"] == "missing":
         return f"{source}: key {key!r} is required and missing; add it."
@@ -410,10 +416,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _without_tags(model: type[BaseModel], loc: list[str]) -> tuple[list[str], type[BaseModel] | None]:
+def _without_tags(model: type[BaseModel], loc: list[str]) -> tuple[list[str], type[Any] | None]:
     """A location without the tags pydantic puts into it for discriminated unions, and the section its last key is in."""
     kept: list[str] = []
-    options: list[type[BaseModel]] = [model]
+    options: list[type[Any]] = [model]
     for i, part in enumerate(loc):
         if _names_type(part):
             break
@@ -427,15 +433,20 @@ def _without_tags(model: type[BaseModel], loc: list[str]) -> tuple[list[str], ty
     return kept, options[0] if options else None
 
 
+def keys_of(section: type[Any]) -> list[str]:
+    """The keys of a section, or of a grid that is written as a mapping."""
+    return [f.name for f in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else list(section.model_fields)
+
+
 def tags_of(section: type[BaseModel]) -> tuple[str, ...]:
     """The values of `method` or `kind` that choose this section in a union."""
     return tuple(str(v) for key in ("method", "kind") if key in section.model_fields
                  for v in typing.get_args(section.model_fields[key].annotation))
 
 
-def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The models an annotation holds, through lists and unions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def sections_in(annotation: Any) -> list[type[Any]]:
+    """The sections and grids an annotation holds, through lists and unions."""
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or annotation is QuantSpec):
         return [annotation]
     if typing.get_origin(annotation) in (tuple, list, Annotated, typing.Union, types.UnionType):
         return [m for a in typing.get_args(annotation) for m in sections_in(a)]

@@ -101,7 +101,7 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "required"
-    if isinstance(value, BaseModel) and not isinstance(value, QuantSpec):
+    if isinstance(value, BaseModel):
         return ""
     if value is None:
         return "`null`"

@@ -19,13 +19,15 @@ Recipes (sources in the facts each names):
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
-
-from pydantic import ValidationError, model_validator
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from karui.configs.errors import KaruiError, nearest
-from karui.configs.steps.lowprec import Gemm, GemmFormat, LayerPolicy, PrecisionKeys, RecipeName, Switch
+from karui.configs.precision import Backend, Gemm, GemmFormat, Library, RecipeName
+
+if TYPE_CHECKING:
+    from karui.configs.steps import LowPrecisionStep
 
 GEMMS: tuple[Gemm, ...] = get_args(Gemm)
 RECIPES: tuple[str, ...] = get_args(RecipeName)
@@ -66,39 +68,77 @@ class Operand:
 HIGH = Operand(format="high")
 
 
-class Precision(PrecisionKeys):
-    """A frozen description of low-precision training: the formats of all three GEMMs, and the keys of `PrecisionKeys`."""
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """From optimizer step `step` on, `gemm` (or all of them) runs in format `to`."""
+
+    step: int
+    gemm: Gemm | Literal["all"] = "fprop"
+    to: GemmFormat = "high"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPolicy:
+    """Which linear layers stay in high precision: the keys of a recipe's `policy`."""
+
+    first_blocks: int | None = None
+    last_blocks: int | None = None
+    skip: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    min_features: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A frozen description of low-precision training: the formats of all three GEMMs, and the keys of a recipe's step.
+
+    What the keys mean and may be is said by that step, `karui.configs.steps.LowPrecisionStep`, which checks whatever differs from
+    its defaults here, too. Raises `KaruiError`.
+    """
 
     recipe: RecipeName
+    fprop: GemmFormat | None = None
+    dgrad: GemmFormat | None = None
+    wgrad: GemmFormat | None = None
+    schedule: tuple[Switch, ...] = ()
+    compat: Library | None = None
+    hadamard: bool = True
+    stochastic: bool = True
+    square_weights: bool = True
+    tensor_scale: bool = True
+    history: int = 1024
+    margin: int = 0
+    seed: int = 0
+    pad: bool = True
+    frozen: Literal["codes", "master"] = "codes"
+    backend: Backend = "auto"
+    policy: LayerPolicy = LayerPolicy()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _bare(cls, value: Any) -> Any:
-        return {"recipe": value} if isinstance(value, str) else value
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            near = nearest(str(self.recipe), RECIPES)
+            raise KaruiError(f"low-precision recipe {self.recipe!r} is not known; recipes: {', '.join(RECIPES)}.{near}")
+        said = _beyond_defaults(self)
+        if said.keys() > {"recipe"}:
+            for key, value in _checked(said).items():
+                object.__setattr__(self, key, value)
 
     @classmethod
-    def of(cls, step: PrecisionKeys) -> Precision:
+    def of(cls, step: LowPrecisionStep) -> Precision:
         """What a recipe's `prepare:` step says."""
-        values = {k: getattr(step, k) for k in PrecisionKeys.model_fields}
-        return cls.model_validate({"recipe": step.method, **values})  # type: ignore[attr-defined]
+        return cls(recipe=step.method, **_taken(step))
 
     @classmethod
-    def parse(cls, value: str | dict[str, Any] | Precision) -> Precision:
+    def parse(cls, value: str | Mapping[str, Any] | Precision) -> Precision:
         """A recipe's name or its fields. Raises `KaruiError` naming the valid names."""
         if isinstance(value, Precision):
             return value
-        name = value if isinstance(value, str) else value.get("recipe")
-        if isinstance(name, str) and name not in RECIPES:
-            raise KaruiError(
-                f"low-precision recipe {name!r} is not known; recipes: {', '.join(RECIPES)}.{nearest(name, RECIPES)}"
-            )
-        try:
-            return cls.model_validate(value)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(p) for p in first["loc"]) or "precision"
-            hint = f"; valid keys: recipe, {', '.join(PrecisionKeys.model_fields)}" if first["type"] == "extra_forbidden" else ""
-            raise KaruiError(f"low precision: {where}: {first['msg'].removeprefix('Value error, ')}{hint}.") from error
+        given = dict(value) if isinstance(value, Mapping) else {"recipe": value}
+        names = [f.name for f in fields(cls)]
+        if unknown := [key for key in given if key not in names]:
+            near = nearest(str(unknown[0]), names)
+            raise KaruiError(f"low precision: unknown key {unknown[0]!r}; valid keys: {', '.join(names)}.{near}")
+        return cls(**{"recipe": None} | given)
 
     def at(self, step: int) -> dict[Gemm, GemmFormat]:
         """Each GEMM's format after `step` optimizer steps."""
@@ -139,11 +179,38 @@ class Precision(PrecisionKeys):
 
     def identity(self) -> str:
         """JSON of everything that changes a number; equal for two runs that may resume one another."""
-        rest = self.model_dump(mode="json", exclude={"backend", "recipe"}, exclude_defaults=True)
-        return json.dumps({"recipe": self.recipe, **rest}, separators=(",", ":"))
+        return json.dumps(_beyond_defaults(replace(self, backend="auto")), separators=(",", ":"))
 
     def _formats(self) -> set[str]:
         return {getattr(self, g) or self.recipe for g in GEMMS} | {s.to for s in self.schedule}
+
+
+def _beyond_defaults(value: Any) -> Any:
+    """What a value says beyond its defaults, in a recipe's words."""
+    if is_dataclass(value):
+        return {f.name: _beyond_defaults(own) for f in fields(value) if (own := getattr(value, f.name)) != f.default}
+    return [_beyond_defaults(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _checked(said: dict[str, Any]) -> dict[str, Any]:
+    """These values as a recipe's step takes them, or a `KaruiError`."""
+    from pydantic import ValidationError
+
+    from karui.configs.recipe import explain
+    from karui.configs.steps import LowPrecisionStep
+
+    keys = {"method" if key == "recipe" else key: value for key, value in said.items()}
+    try:
+        return _taken(LowPrecisionStep.model_validate(keys))
+    except ValidationError as error:
+        raise KaruiError(explain(LowPrecisionStep, "low precision", error)) from error
+
+
+def _taken(step: LowPrecisionStep) -> dict[str, Any]:
+    """The values of a step by the names they have in a `Precision`."""
+    values = {f.name: getattr(step, f.name) for f in fields(Precision) if f.name != "recipe"}
+    schedule = tuple(Switch(step=s.step, gemm=s.gemm, to=s.to) for s in step.schedule)
+    return values | {"schedule": schedule, "policy": LayerPolicy(**dict(step.policy))}
 
 
 def _table(form: GemmFormat) -> dict[Gemm, tuple[Operand, Operand]]:

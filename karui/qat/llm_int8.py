@@ -12,6 +12,8 @@ precision there (with the native runner's int8 activations they do not). `activa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from pydantic import Field
 
@@ -64,7 +66,7 @@ def quantize_block(block: Block, config: LLMInt8Config) -> None:
         columns = (maxima[name] > config.threshold).nonzero().flatten().tolist()
         shown = ", ".join(map(str, columns[:16])) + (", ..." if len(columns) > 16 else "")
         note = f"{len(columns)} of {len(maxima[name])} columns beyond {config.threshold:g}" + (f": {shown}" if columns else "")
-        spec = spec.model_copy(update={"activation_bits": 16 if columns else 8})
+        spec = replace(spec, activation_bits=16 if columns else 8)
         w = module.weight.detach().float()
         q = quantize(w, spec, name=name)
         block.commit(

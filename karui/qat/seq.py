@@ -14,6 +14,7 @@ than it needs to be. Ternary codes have scale 2 alpha / 3. Qp: the levels above 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class SEQ(WeightQuantizer):
         self.ternary = spec.format == "ternary"
         if not self.ternary and not (spec.format == "int" and spec.bits == 2 and spec.symmetric):
             raise UnsupportedError(f"{name}: SEQ serves w2 and w1.58 grids, not {spec}; use lsq for it.")
-        self.spec = spec if self.ternary else spec.model_copy(update={"bits": 3})
+        self.spec = spec if self.ternary else replace(spec, bits=3)
         alpha = grouped(w.detach().float(), spec).abs().amax(-1)
         self.scale = nn.Parameter(Stored.apply(alpha / (1.5 if self.ternary else 4.0), spec))
         self.gradient_scale = 1 / math.sqrt(w.numel() / self.scale.numel())

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from karui.configs.errors import KaruiError, UnsupportedError
-from karui.configs.recipe import Recipe
 from karui.trainers.data import IGNORE
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from karui.configs.recipe import Recipe
 
 QUERY_ROWS = 1024  # rows whose mask over the keys exists at one moment
 

@@ -18,7 +18,6 @@ from torch import nn
 from karui.catalogue.helpers import has_recurrent_layers
 from karui.catalogue.logits import logit_scale, logit_softcap, scaled
 from karui.configs.errors import UnsupportedError
-from karui.configs.recipe import ModelSection
 from karui.kernels.cross_entropy import linear_cross_entropy
 from karui.kernels.document_attention import document_attention
 from karui.trainers.compact import compact
@@ -28,6 +27,7 @@ from karui.trainers.lean import check_context, install_lean_ops, keeps_rows, win
 from karui.trainers.sparse import indexers, install_sparse_attention
 
 if TYPE_CHECKING:
+    from karui.configs.recipe import ModelSection
     from karui.trainers.balance import Routers
 
 logger = logging.getLogger(__name__)

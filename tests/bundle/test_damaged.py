@@ -39,6 +39,7 @@ def copy(folder, tmp_path):
     (("rms_norm_eps",), "0", "norm_eps is '0'; a number above 0"),
     ((*GROUP, "weights", "group_size"), 2**70, r"_proj.weight: scales or zero points of shape \[.*\]; .* takes \["),
     ((*GROUP, "weights", "group_size"), {}, "_proj: its group in config.json's quantization_config cannot be read"),
+    ((*GROUP, "weights", "group_size"), None, "cannot be read: group_size goes with"),
     ((*GROUP, "input_activations"), "x", "cannot be read: 'str' object"),
     ((*GROUP, "weights", "strategy"), "tensor", "scales or zero points of shape"),
 ])

@@ -1,10 +1,15 @@
-"""Unit and property tests of the spec's short spelling."""
+"""Unit and property tests of the spec: its short spelling, its checks, and what a recipe's sections take for one."""
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from karui.configs import KaruiError, QuantSpec
+from karui.configs.recipe import ExportSection
 
 SPELLINGS = ["w4g32", "w4g128a", "w8a8", "w8t", "w8ta", "w1.58", "w1.58g64", "w1", "nf4", "nf4dq", "fp8", "fp8t", "mxfp8", "mxfp4",
              "nvfp4", "none", "w4g64:fp32", "w4g64:bf16", "w4g32a8", "w4g128aa8", "w3", "w2g64a"]  # fmt: skip
@@ -55,6 +60,29 @@ def test_bad_spelling_says_what_to_do(text, message):
         QuantSpec.parse(text)
 
 
-def test_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        QuantSpec.parse("w4g32").bits = 8
+@pytest.mark.parametrize("fields, message", [
+    ({"format": "int4"}, "format is one of int, ternary, .*, got 'int4'"), ({"granularity": "row"}, "granularity is one of tensor, channel"),
+    ({"scale_dtype": None}, "scale_dtype is one of float16"), ({"symmetric": "no"}, "symmetric is one of True, False, got 'no'"),
+    ({"activation_bits": 4}, "activation_bits is one of 8, 16, got 4"), ({"bits": "4"}, "bits is a whole number, got '4'"),
+    ({"bits": True}, "bits is a whole number, got True"), ({"group_size": 32.0}, "group_size is a whole number, got 32.0"),
+    ({"group_size": None}, "group_size goes with granularity 'group'"), ({"granularity": "channel"}, "group_size goes with granularity 'group'"),
+    ({"bits": 9}, "int grids have 2 to 8 bits, got 9"), ({"double_quant": True}, "double_quant belongs to nf4")])  # fmt: skip
+def test_bad_values_are_refused(fields, message):
+    with pytest.raises(KaruiError, match=message):
+        QuantSpec(**{"group_size": 32} | fields)
+
+
+def test_a_value_like_any_other():
+    spec = QuantSpec.parse("w4g32")
+    with pytest.raises(FrozenInstanceError):
+        spec.bits = 8
+    assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec and len({spec, QuantSpec(group_size=32), QuantSpec.parse("w8")}) == 2
+    assert repr(QuantSpec.parse("w8")).startswith("QuantSpec(format='int', bits=8, granularity='channel', group_size=None, symmetric=True, ")
+
+
+def test_what_a_section_takes_for_one():
+    spec = QuantSpec.parse("w3g64")
+    section = ExportSection(spec="w3g64", embedding={"bits": 3, "group_size": 64})
+    assert section.spec == section.embedding == ExportSection(spec=spec).spec == spec
+    assert section.model_dump()["spec"] == section.model_dump(mode="json")["embedding"] == asdict(spec)
+    assert ExportSection.model_validate_json(section.model_dump_json()) == section

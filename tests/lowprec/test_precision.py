@@ -1,10 +1,13 @@
 """Unit tests of the recipes, their schedule and the layer policy."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import nn
 
 from karui.configs import KaruiError
+from karui.configs.steps import LowPrecisionStep
 from karui.lowprec import LayerPolicy, LowPrecision, Precision, Switch
 from karui.lowprec.policy import decide
 from karui.lowprec.precision import GEMMS, HIGH, RECIPES
@@ -75,7 +78,10 @@ def test_libraries():
     [
         ("nvfp", "recipe 'nvfp' is not known; recipes: fp8-delayed.*Did you mean 'nvfp4'"),
         ({"recipe": "nvfp4", "compat": "deepgemm"}, "deepgemm' knows no NVFP4"),
-        ({"recipe": "nvfp4", "sr": True}, "sr: .*valid keys: recipe, fprop"),
+        ({"recipe": "nvfp4", "sr": True}, "unknown key 'sr'; valid keys: recipe, fprop"),
+        ({"recipe": "nvfp4", "policy": {"skp": ["a"]}}, "unknown key 'policy.skp'; valid here: first_blocks, .*Did you mean 'skip'"),
+        ({"fprop": "high"}, "recipe None is not known"),
+        (3, "recipe 3 is not known"),
         ({"recipe": "nvfp4", "fprop": "bf16"}, "fprop: Input should be 'fp8-delayed'"),
         ({"recipe": "fp8-delayed", "history": 0}, "history: .*greater than or equal to 1"),
     ],
@@ -83,6 +89,24 @@ def test_libraries():
 def test_bad_recipes_say_what_is_wrong(value, message):
     with pytest.raises(KaruiError, match=message):
         Precision.parse(value)
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"history": 0}, "history: .*greater than or equal to 1"), ({"dgrad": "fp4"}, "dgrad: Input should be 'fp8-delayed'"),
+    ({"policy": LayerPolicy(first_blocks=-1)}, "policy.first_blocks: .*greater than or equal to 0"),
+    ({"schedule": (Switch(step=1, to="fp4"),)}, "schedule.0.to: Input should be"), ({"compat": "deepgemm"}, "knows no NVFP4")])  # fmt: skip
+def test_values_are_checked_as_a_recipe_checks_them(fields, message):
+    with pytest.raises(KaruiError, match=message):
+        Precision(recipe="nvfp4", **fields)
+
+
+@pytest.mark.parametrize("more", [{}, {"margin": 3, "schedule": [{"step": 2}], "policy": {"skip": ["down_proj"], "min_features": 8}}])
+def test_a_recipe_s_step_and_its_fields_say_the_same(more):
+    assert [f.name for f in fields(Precision)] == ["recipe", *(key for key in LowPrecisionStep.model_fields if key != "method")]
+    for name in RECIPES:  # with the defaults of both
+        assert Precision.of(LowPrecisionStep(method=name, **more)) == Precision.parse({"recipe": name} | more)
+    assert Precision(recipe="nvfp4", policy={"skip": ["a"]}, schedule=[Switch(step=3)]) == Precision(
+        recipe="nvfp4", policy=LayerPolicy(skip=("a",)), schedule=(Switch(step=3),))  # fmt: skip
 
 
 def test_policy_keeps_head_tied_weights_and_routers_and_says_why():

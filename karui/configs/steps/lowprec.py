@@ -1,4 +1,4 @@
-"""Low-precision training as a step of `prepare:`, and the words it shares with `karui.lowprec`."""
+"""Low-precision training as a step of `prepare:`. What `karui.lowprec` works with is made of it, and checked by it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from karui.configs.precision import Backend, GemmFormat, Library, RecipeName
 from karui.configs.section import Section, Seed
-
-Gemm = Literal["fprop", "dgrad", "wgrad"]
-RecipeName = Literal["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4", "nvfp4"]
-GemmFormat = Literal["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "mxfp4", "nvfp4", "high"]
-OptimizerName = Literal["adamw", "adamw8bit", "adamw-fp8", "paged-adamw8bit", "paged-adamw-fp8", "adafactor", "muon",
-                        "bnb-adamw8bit", "bnb-paged-adamw8bit"]  # fmt: skip
-Backend = Literal["auto", "emulate", "scaled_mm", "triton", "te"]
 
 
 class Switch(Section):
@@ -38,14 +32,14 @@ class LayerPolicy(Section):
     min_features: int = Field(0, ge=0, description="layers whose smaller dimension is below stay high (small GEMMs get slower)")
 
 
-class PrecisionKeys(Section):
-    """What a low-precision recipe may say beside its name."""
+class LowPrecisionStep(Section):
+    """Linears trained in 8 or 4 bits (`karui.lowprec`); the weights that are saved are the ordinary ones."""
 
     fprop: GemmFormat | None = Field(None, description="this GEMM in another recipe's format, or high")
     dgrad: GemmFormat | None = Field(None, description="the same for the gradient of the input")
     wgrad: GemmFormat | None = Field(None, description="the same for the gradient of the weight")
     schedule: tuple[Switch, ...] = Field((), description="changes over optimizer steps; later ones win")
-    compat: Literal["te", "ao", "deepgemm"] | None = Field(
+    compat: Library | None = Field(
         None, description="whose rounding and eps; null: torchao for fp8-rowwise, else TransformerEngine"
     )
     hadamard: bool = Field(True, description="4 bits: random Hadamard transform in wgrad")
@@ -59,17 +53,11 @@ class PrecisionKeys(Section):
     frozen: Literal["codes", "master"] = Field("codes", description="a frozen weight is quantized once: keep codes, or both")
     backend: Backend = Field("auto", description="who multiplies; an explicit one that cannot serve is an error")
     policy: LayerPolicy = LayerPolicy()
+    method: RecipeName
 
     @model_validator(mode="after")
-    def _sensible(self) -> PrecisionKeys:
-        formats = {self.fprop, self.dgrad, self.wgrad, *(s.to for s in self.schedule)}
-        formats.add(getattr(self, "recipe", None) or getattr(self, "method", None))
+    def _sensible(self) -> LowPrecisionStep:
+        formats = {self.method, self.fprop, self.dgrad, self.wgrad, *(s.to for s in self.schedule)}
         if self.compat == "deepgemm" and "nvfp4" in formats:
             raise ValueError("compat 'deepgemm' knows no NVFP4; use 'te' or 'ao'")
         return self
-
-
-class LowPrecisionStep(PrecisionKeys):
-    """Linears trained in 8 or 4 bits (`karui.lowprec`); the weights that are saved are the ordinary ones."""
-
-    method: RecipeName

@@ -23,7 +23,7 @@ import torch
 
 from karui.catalogue.helpers import load_config
 from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
-from karui.configs.quantspec import QuantSpec
+from karui.configs.quantspec import QuantSpec, ScaleDtype
 from karui.inference.bundle.layout import check_finite
 from karui.inference.bundle.reader import Opened, SafetensorsFiles, Weight, weight_files
 from karui.inference.bundle.staging import staged
@@ -276,7 +276,7 @@ def _spec_of(module: str, quantization: Mapping[str, Any], files: SafetensorsFil
                 if f"{module}.weight_scale" not in files:
                     raise CorruptError(f"{module}.weight_scale is missing.")
                 return _spec(module, group, files.read(f"{module}.weight_scale").dtype)
-    except KaruiError:
+    except (CorruptError, UnsupportedError):
         raise
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         raise CorruptError(f"{module}: its group in config.json's quantization_config cannot be read: {error}") from error
@@ -292,7 +292,7 @@ def _spec(module: str, group: Mapping[str, Any], scale: torch.dtype) -> QuantSpe
         raise UnsupportedError(f"{module}: {kind} of {bits} bits is not read; int of 2, 4 or 8 and float of 8 bits are.")
     if act is not None and not act.get("dynamic", False):
         raise UnsupportedError(f"{module}: static activation scales are not read; activations are scaled per token here.")
-    names = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    names: dict[torch.dtype, ScaleDtype] = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
     return QuantSpec(
         format="fp8" if kind == "float" else "int",
         bits=bits,

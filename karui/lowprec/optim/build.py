@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from karui.configs.errors import KaruiError, UnsupportedError, nearest
-from karui.configs.steps.lowprec import OptimizerName
+from karui.configs.precision import OptimizerName
 from karui.lowprec.optim.adamw import AdamWLowState
 
 OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)

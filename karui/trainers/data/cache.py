@@ -17,15 +17,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from karui.catalogue.store import cache_root
-from karui.configs.recipe import DataSection
 from karui.trainers.data.sources import Source
 from karui.trainers.data.spool import ARRAYS
 from karui.trainers.data.types import Counts, SampleSet
+
+if TYPE_CHECKING:
+    from karui.configs.recipe import DataSection
 
 log = logging.getLogger(__name__)
 # the files' content and the mix's shares are in the source's fingerprint

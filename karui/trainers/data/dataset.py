@@ -15,12 +15,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from karui.configs.errors import KaruiError
-from karui.configs.recipe import DataSection
 from karui.trainers.data.cache import building, cache_key, cache_path, describe_cached, read_cache, write_cache
 from karui.trainers.data.encoding import RowEncoder, encode_rows
 from karui.trainers.data.formats import Format, decide_format
@@ -31,6 +30,9 @@ from karui.trainers.data.sources import Row, Source, open_source
 from karui.trainers.data.spool import Spool
 from karui.trainers.data.templates import ChatTemplate
 from karui.trainers.data.types import Counts, Sample, SampleSet
+
+if TYPE_CHECKING:
+    from karui.configs.recipe import DataSection
 
 log = logging.getLogger(__name__)
 Split = Literal["train", "eval"]

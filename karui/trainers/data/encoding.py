@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from karui.configs.recipe import DataSection
 from karui.trainers.data.formats import Example, Format, read_example
 from karui.trainers.data.masks import Encoder, Tokens, encode_masked
 from karui.trainers.data.sources import Row
 from karui.trainers.data.templates import ChatTemplate, Rendered
+
+if TYPE_CHECKING:
+    from karui.configs.recipe import DataSection
 
 BATCH_ROWS = 256
 _MAIN: dict[str, RowEncoder] = {}  # of a worker process

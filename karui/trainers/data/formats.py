@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from karui.configs.errors import KaruiError, nearest
-from karui.configs.recipe import DataSection
 from karui.trainers.data.sources import Row
+
+if TYPE_CHECKING:
+    from karui.configs.recipe import DataSection
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}

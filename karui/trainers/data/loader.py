@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-from karui.configs.recipe import Recipe
 from karui.trainers.data.packing import EpochPlan, collate, plan_epoch
 from karui.trainers.data.types import PackedBatch, SampleSet
+
+if TYPE_CHECKING:
+    from karui.configs.recipe import Recipe
 
 Micros = tuple[float, list[PackedBatch]]
 

@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -105,19 +107,63 @@ def test_a_process_that_dies_or_hangs_costs_what_it_was_at(script, tmp_path):
     assert [f.name for f in figures] == ["a", "b"] and all("No module named 'nothing_of_the_kind'" in f.note for f in figures)
 
 
-def test_a_worker_writes_what_it_finds(script, tmp_path):
-    command = [sys.executable, str(SCRIPT), "--worker", "correctness", '["swiglu", "none such"]', str(tmp_path / "out"), "100"]
-    assert subprocess.run(command, capture_output=True).returncode == 0
-    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+def test_a_package_that_is_missing_is_named_with_a_way_to_bring_it():
+    hidden = f"import runpy, sys; sys.modules['triton'] = None; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("triton not installed: pip install triton; for a machine without")
+
+
+def installed(folder, *names):
+    """A folder of links to these distributions and to all that they require, but for pydantic, which only some of their versions bring."""
+    folder.mkdir()
+    todo, done = list(names), {"pydantic"}
+    while todo:
+        name = re.match(r"[\w.-]+", todo.pop())[0].lower().replace("_", "-")
+        if name in done:
+            continue
+        done.add(name)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:  # of another platform or Python
+            continue
+        todo += [each for each in found.requires or [] if "extra ==" not in each]
+        for top in {file.parts[0] for file in found.files if file.parts[0] not in ("..", "__pycache__")}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(found.locate_file(top))
+    return folder
+
+
+BARE = """
+import ast, importlib, pathlib, runpy, torch
+path, out = sys.argv[1:3]
+script = runpy.run_path(path)
+for node in ast.walk(ast.parse(pathlib.Path(path).read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module.startswith("karui"):
+        importlib.import_module(node.module)
+from karui.lowprec import LowPrecision, Precision
+for recipe in script["RECIPES"]:
+    LowPrecision(Precision.parse(recipe)).prepare(torch.nn.Sequential(torch.nn.Linear(256, 256)))
+script["report"](script["qlora"](script["TINY"]), pathlib.Path(out))
+assert not {"pydantic", "peft", "accelerate", "datasets"} & set(sys.modules)
+sys.argv[:] = [path, *sys.argv[3:]]
+runpy.run_path(path, run_name="__main__")
+"""
+
+
+def test_torch_triton_and_transformers_are_all_it_needs(script, tmp_path):
+    """And what one of its processes writes."""
+    site, out, found = installed(tmp_path / "site", "torch", "triton", "transformers"), tmp_path / "out", tmp_path / "found"
+    code = f"import sys; sys.path.append({str(site)!r})" + BARE
+    command = [sys.executable, "-S", "-E", "-s", "-c", code, str(SCRIPT), str(out), "--worker",
+               "correctness", '["swiglu", "none such"]', str(found), "100"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+    (figure,) = json.loads(out.read_text())["figures"]
+    assert figure["name"].startswith("QLoRA step") and figure["note"] == "peft not installed"
+    lines = [json.loads(line) for line in found.read_text().splitlines()]
     assert [line.get("begun") or line["done"] for line in lines] == ["swiglu", "swiglu", "none such", "none such"]
     good, bad = (script.Figure(**line["figures"][0]) for line in lines if "done" in line)
     assert good.met and bad.note.startswith("failed: KeyError")
-
-
-def test_a_package_that_is_missing_is_named_with_a_way_to_bring_it():
-    hidden = f"import runpy, sys; sys.modules['pydantic'] = None; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("pydantic not installed: pip install pydantic; for a machine without")
 
 
 def test_what_does_not_fit_is_no_failure(script):
