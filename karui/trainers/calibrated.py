@@ -195,7 +195,9 @@ def logprobs_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
     """[tokens, vocabulary] fp32 of every sequence."""
     import torch
 
-    with torch.inference_mode():
+    from karui.trainers.sparse import FirstOfEquals
+
+    with torch.inference_mode(), FirstOfEquals():
         return [model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1) for ids in sequences]
 
 

@@ -177,7 +177,9 @@ def model_logprobs(model: Any, ids: Sequence[int], shake: float = 0.0) -> list[f
     """Logprobs of ids[1:] under a transformers model; every value of the embeddings moved by up to the share `shake`."""
     import torch
 
-    with torch.inference_mode():
+    from karui.trainers.sparse import FirstOfEquals
+
+    with torch.inference_mode(), FirstOfEquals():
         rows = model.get_input_embeddings()(torch.tensor([list(ids)]))
         moved = 1 + shake * (2 * torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)) - 1)
         logits = model(inputs_embeds=rows * moved, use_cache=False).logits[0, :-1].float()

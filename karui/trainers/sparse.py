@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from karui.configs.errors import UnsupportedError
 from karui.kernels.document_attention import document_attention, rotate
-from karui.kernels.sparse_attention import Chosen, choose, indexer_loss, sparse_attention
+from karui.kernels.sparse_attention import Chosen, choose, indexer_loss, largest, sparse_attention
 
 logger = logging.getLogger(__name__)
 _INTERLEAVED = {"deepseek_v32": False, "glm_moe_dsa": True}  # how an indexer's rotation pairs its dimensions
@@ -39,6 +40,19 @@ class Indexing:
     def mean(self) -> torch.Tensor:
         """Over the indexers."""
         return torch.stack(list(self.losses.values())).mean()
+
+
+class FirstOfEquals(TorchFunctionMode):
+    """A context in which transformers' own indexers choose the first of equal scores, of which many are 0, as all others do here;
+    else any of them, so that a model and its bundle would read different keys. Only the method `topk` is meant: routers use the
+    function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.topk or kwargs != {"dim": -1}:
+            return func(*args, **(kwargs or {}))
+        scores, top = args
+        index = largest(scores, top)
+        return torch.return_types.topk((scores.gather(-1, index), index))
 
 
 def indexers(model: nn.Module) -> list[nn.Module]:
