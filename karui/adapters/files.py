@@ -42,11 +42,15 @@ Weights = Callable[[str], torch.Tensor]
 WeightChange = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def fingerprint(model: nn.Module) -> str:
-    """16 hex digits that tell one base from another: names, shapes and 256 evenly spaced values (as fp32) of every parameter."""
+def fingerprint(model: nn.Module, read: Callable[[nn.Module, str], torch.Tensor] | None = None) -> str:
+    """16 hex digits that tell one base from another: names, shapes and 256 evenly spaced values (as fp32) of every parameter.
+
+    Args:
+        read: (model, name) -> the parameter, where the model holds none.
+    """
     digest = hashlib.sha256()
     for name, value in sorted(model.named_parameters()):
-        flat = value.detach().reshape(-1)
+        flat = (value if read is None else read(model, name)).detach().reshape(-1)
         at = torch.linspace(0, flat.numel() - 1, min(256, flat.numel()), dtype=torch.float64).round().long().to(flat.device)
         digest.update(f"{name}{tuple(value.shape)}".encode())
         digest.update(flat[at].float().cpu().numpy().tobytes())

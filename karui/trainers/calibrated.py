@@ -137,13 +137,11 @@ def unmerged_model(source: Path, adapter: Path, base: QuantSpec | None) -> Any:
     the merge."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     from karui.adapters.files import quiet, taken_out
+    from karui.catalogue import load_causal_lm
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-    ).eval()
+    model = load_causal_lm(source, dtype=torch.float32).eval()
     put_on_grid(model, base, taken_out(adapter))
     with quiet():
         return PeftModel.from_pretrained(model, str(adapter)).eval()

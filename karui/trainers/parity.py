@@ -106,10 +106,9 @@ def merged_model(
     transformers' plainest, for `batches` the one that is fast.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from karui.catalogue.helpers import take_batches
+    from karui.catalogue.helpers import load_causal_lm, take_batches
     from karui.inference.bundle.merge import base_weight, load_adapter
     from karui.kernels.qtensor import QTensor
     from karui.kernels.quantize import quantize
@@ -117,9 +116,7 @@ def merged_model(
     from karui.qat.experts import unfuse
 
     transformers_logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="eager"
-    ).eval()
+    model = load_causal_lm(source, dtype=torch.float32, attn_implementation="eager").eval()
     if batches:
         take_batches(model)
     unfuse(model)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ class Teacher:
         name = section.name or recipe.model.name
         self.section, self.name = section, name
         self.folder = weights_folder(name)
-        self.model: nn.Module = load_offloaded(name) if section.offload else load_model(
+        self.model: nn.Module = load_offloaded(name, section.dtype) if section.offload else load_model(
             ModelSection(name=name, dtype=section.dtype))
         if section.base.format != "none":
             if section.offload:
@@ -90,7 +92,8 @@ class Teacher:
         """What its logits depend on, for the cache."""
         from karui.adapters.files import fingerprint
 
-        return {"teacher": fingerprint(self.model), "dtype": self.section.dtype, "base": str(self.section.base)}
+        own = fingerprint(self.model, offloaded if self.section.offload else None)
+        return {"teacher": own, "dtype": self.section.dtype, "base": str(self.section.base)}
 
 
 def head_weight(model: nn.Module, folder: Path) -> torch.Tensor:
@@ -105,20 +108,34 @@ def head_weight(model: nn.Module, folder: Path) -> torch.Tensor:
     return opened.weight("lm_head.weight" if "lm_head.weight" in names else "model.embed_tokens.weight")  # type: ignore[return-value]
 
 
-def load_offloaded(name: str) -> nn.Module:
+def load_offloaded(name: str, dtype: str) -> nn.Module:
     """A model whose weights stay in their safetensors file and are read as each module runs (accelerate's disk offload)."""
-    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
-    from karui.catalogue import resolve
+    from karui.catalogue import load_causal_lm, resolve
     from karui.trainers.model import ATTENTION, check_supported, register_attention
+    from karui.trainers.sparse import install_sparse_attention
 
     register_attention()
-    folder = resolve(name)
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=ATTENTION, use_safetensors=True, trust_remote_code=False,
-        device_map={"": "disk"}, offload_folder=tempfile.mkdtemp(prefix="karui-offload-"))
+    transformers_logging.disable_progress_bar()
+    scratch = tempfile.mkdtemp(prefix="karui-offload-")  # what no safetensors file holds as it is
+    model: nn.Module = load_causal_lm(resolve(name), dtype=getattr(torch, dtype), attn_implementation=ATTENTION,
+                                      device_map={"": "disk"}, offload_folder=scratch)
+    weakref.finalize(model, shutil.rmtree, scratch, ignore_errors=True)
     check_supported(model)
+    install_sparse_attention(model)
     return model
+
+
+def offloaded(model: nn.Module, name: str) -> torch.Tensor:
+    """A parameter of a model of `load_offloaded`, read from its file."""
+    from accelerate.utils import align_module_device
+
+    parent, _, leaf = name.rpartition(".")
+    module = model.get_submodule(parent)
+    with align_module_device(module, "cpu"):
+        value: torch.Tensor = getattr(module, leaf).detach()
+    return value
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
