@@ -176,6 +176,8 @@ class Bundle(Opened):
             check_finite(name, parts[""])
         else:
             check_parts(name, parts, QuantSpec.parse(record.spec), record.shape)
+        for part, stored in record.stored_names(name).items():
+            self._check_hash(stored, parts[part], record.parts[part])
         return parts
 
     def weight(self, name: str) -> Weight:
@@ -189,10 +191,11 @@ class Bundle(Opened):
         """Hash every stored part against the manifest. Raises `CorruptError` naming the first that differs."""
         for name, record in self.manifest.tensors.items():
             for part, stored in record.stored_names(name).items():
-                if sha256_tensor(self._files.read(stored)) != record.parts[part]:
-                    raise CorruptError(
-                        f"{self.path}: {stored} has not the sha256 its manifest names; the file was damaged or changed."
-                    )
+                self._check_hash(stored, self._files.read(stored), record.parts[part])
+
+    def _check_hash(self, stored: str, value: torch.Tensor, wanted: str) -> None:
+        if sha256_tensor(value) != wanted:
+            raise CorruptError(f"{self.path}: {stored} has not the sha256 its manifest names; the file was damaged or changed.")
 
     def _record(self, name: str) -> Any:
         if name not in self.manifest.tensors:
@@ -205,8 +208,8 @@ def read(path: str | Path, *, verify: Verify = "quick") -> Bundle:
 
     Args:
         verify: quick checks that every file is there, of its size, with the hashes of the small ones, and that tensors and
-            manifest agree in names; full also hashes every tensor (about a second per gigabyte). Either way scales are
-            checked when a tensor is read.
+            manifest agree in names; full also hashes every tensor (about a second per gigabyte). Either way a tensor's hash
+            and its scales are checked when it is read, so that no engine runs a weight that is not the manifest's.
 
     Raises:
         KaruiError: no bundle, or of a newer schema.
