@@ -8,6 +8,7 @@ larger part.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from karui.qat.mixed_precision import Plan, Tie
+
+log = logging.getLogger(__name__)
 
 
 def plan_for(
@@ -60,6 +63,10 @@ def plan_for(
     weights = sum(m.weight.numel() for m in linears.values())
     allowed = budget_of(budget, weights)
     choose_plan(ties, specs, {(t.name, str(s)): 0.0 for t in ties for s in specs}, allowed)  # refuse before the work
+    if allowed >= (widest := sum(max(t.bits(s) for s in specs) for t in ties)):
+        log.warning("budget %s: the widest of these grids take %.3f bits per weight (%.2f MB) everywhere, so nothing has to be "
+                    "narrowed; each linear gets the grid that costs it least. Offer wider grids to use the budget.", budget,
+                    widest / weights, widest / 8e6)
     few = rows[: max(1, most_tokens // rows.shape[1]), :most_tokens].long().to(device)
     kept = None if work is None else _Kept(work, [str(folder), source_of(folder), few.tolist()])
     increases = measure(model, ties, specs, _Divergence(model, few), progress, kept)

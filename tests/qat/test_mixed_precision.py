@@ -162,7 +162,10 @@ def test_experts_are_in_the_plan_and_share_a_grid(kind, tmp_path):
     assert all(increase > -1e-6 for *_, increase in plan.rows)
 
 
-def test_a_budget_in_bytes_is_kept(tmp_path):
+def test_a_budget_in_bytes_is_kept_and_one_that_binds_nothing_is_told(tmp_path, caplog):
     tiny().save_pretrained(tmp_path)
     plan = plan_for(tmp_path, rows(4), GRIDS, "38kB")
-    assert plan.budget_bits == 38_000 * 8 and 36_000 * 8 < plan.bits <= 38_000 * 8
+    assert plan.budget_bits == 38_000 * 8 and 36_000 * 8 < plan.bits <= 38_000 * 8 and not caplog.records
+    plan = plan_for(tmp_path, rows(4), GRIDS, "9")
+    assert "budget 9: the widest of these grids take" in caplog.text and "nothing has to be narrowed" in caplog.text
+    assert all(increase <= 0 or spec == GRIDS[-1] for _, spec, _, increase in plan.rows)
