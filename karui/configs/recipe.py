@@ -126,7 +126,7 @@ class OptimSection(Section):
     """How it is minimised. Batches are counted in samples per optimizer step over all ranks."""
 
     name: OptimizerName = Field("adamw", description="8 bits or fp8: states of one byte; paged: states in main memory")
-    lr: float = Field(2e-4, gt=0)
+    lr: float = Field(2e-4, gt=0, le=10)
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: float = Field(1e-8, ge=0)

@@ -112,9 +112,11 @@ class Loop:
                     self.evaluate()
                 due = recipe.run.checkpoint_every and state.step % recipe.run.checkpoint_every == 0
                 if due or done or self.interrupted:
+                    self.check_weights(done)
                     self.save(state)
         if self.held_out is not None and self.interrupted is None:
             losses["eval_loss"] = self.evaluate()
+            self._check_outcome(losses)
         tokens = state.tokens - tokens_before
         return {
             **losses,
@@ -187,6 +189,28 @@ class Loop:
         if state.step % recipe.run.log_every == 0 or state.step == self.total:
             self.tracker.log({f"train/{k}": v for k, v in values.items() if k not in ("step", "skipped")}, state.step)
         self.progress.step(state.step, values)
+
+    @torch.no_grad()
+    def check_weights(self, done: bool) -> None:
+        """Raise `KaruiError` where a trained weight is not finite, or where a run that is `done` made no update at all: no
+        checkpoint and no result is made of it."""
+        named = ((n, p) for n, p in self.accelerator.unwrap_model(self.module).named_parameters() if p.requires_grad)
+        odd = [n for n, p in named if not bool(torch.isfinite(p.to_local() if hasattr(p, "to_local") else p).all())]
+        if int(self.accelerator.reduce(torch.tensor(len(odd), device=self.accelerator.device), "sum")):
+            where = f": {', '.join(odd[:3])}" if odd else ""
+            raise KaruiError(f"step {self.state.step} left weights that are not finite{where}. They were not "
+                             "written; lower optim.lr, or set optim.clip, and begin anew.")
+        if done and self.state.skipped == self.total:
+            raise KaruiError(f"none of the {self.total} steps had a loss and a gradient that are finite, so nothing was trained. "
+                             "Lower optim.lr, or check the data and the model.")
+
+    def _check_outcome(self, losses: dict[str, float]) -> None:
+        before, after = losses.get("eval_loss_before"), losses["eval_loss"]
+        if not math.isfinite(after):
+            raise KaruiError(f"the held-out loss is {after} after the last step: the run diverged, and final/ was not written. "
+                             "Lower optim.lr, set optim.clip, or check the held-out samples.")
+        if before is not None and after > before:
+            self.progress.note(f"the held-out loss rose from {before:.4f} to {after:.4f}: a lower optim.lr, or fewer steps?")
 
     @torch.no_grad()
     def evaluate(self) -> float:

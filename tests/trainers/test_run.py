@@ -285,6 +285,32 @@ def test_a_step_that_is_not_finite_is_skipped_and_five_in_a_row_stop_the_run(mak
     monkeypatch.setattr(model.LossSum, "forward", poisoned(set(range(2, 99))))
     with pytest.raises(KaruiError, match="5 steps in a row"):
         run_recipe(make_recipe(optim={"batch": 1, "steps": 20, "micro_tokens": 128}))
+    calls.clear()
+    with pytest.raises(KaruiError, match="none of the 2 steps had a loss and a gradient that are finite"):
+        monkeypatch.setattr(model.LossSum, "forward", poisoned(set(range(1, 99))))
+        run_recipe(make_recipe(optim={"batch": 1, "steps": 2, "micro_tokens": 128}))
+
+
+@pytest.mark.parametrize("value, message", [
+    (float("inf"), "step 1 left weights that are not finite: model.base_model"), (1e38, "held-out loss is nan after the last step")])
+def test_what_the_last_step_ruined_is_told_and_not_kept(value, message, make_recipe, monkeypatch):
+    from karui.trainers import loop
+
+    original = loop.update
+
+    def ruin(accelerator, optimizer, *args, **kwargs):
+        norm = original(accelerator, optimizer, *args, **kwargs)
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.fill_(value)
+        return norm
+
+    monkeypatch.setattr(loop, "update", ruin)
+    recipe = make_recipe(optim={"steps": 1})
+    with pytest.raises(KaruiError, match=message):
+        run_recipe(recipe)
+    assert not (recipe.output / "final").exists() and (recipe.output / "checkpoint-000001").exists() == (value == 1e38)
 
 
 def test_wandb_offline_files_hold_config_and_every_step(make_recipe, monkeypatch):
