@@ -562,7 +562,8 @@ class Sizes:
 
 
 FULL = Sizes()
-WARM = replace(FULL, layers=1, cold=1, new=8)  # the same kernels, at least of memory and time
+# the same kernels, at least of memory and time; the longest contexts have to split keys as they do in full
+WARM = replace(FULL, layers=1, cold=1, new=144)
 TINY = Sizes(
     copied=2**12, cold=1, square=64, experts=(16, 16, 128, 20), weight=(32, 256), narrow=(32, 256), contexts=((2, 32), (1, 32)),
     heads=(4, 2, 16), attention=24, layers=1, batch=(2, 8), lora=(20, 64, 5), prompt=5, new=2, requests=2, grid="w4g32",

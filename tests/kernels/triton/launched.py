@@ -1,6 +1,7 @@
 """Kernels as they are launched on a GPU that is not there, compiled for it.
 
     python -m tests.kernels.triton.launched [--cc 90] [--parts correct: QLoRA ...] [--no-compile]     one JSON line per kernel
+    python -m tests.kernels.triton.launched --warmed [--parts engine ...]     what the benchmark measures and had not compiled before
 
 `benchmarks/gpu.py` at its real widths, with tuning on, and the engine over more grids and caches run on meta tensors that say "cuda":
 nothing is computed, and Triton's own launcher decides how each call is specialized (types, integers that are 1 or multiples of 16,
@@ -358,8 +359,9 @@ def served(script: Any, spec: str, kv_dtype: str, activation_bits: int, experts:
         runner.forward(StepBatch(t([1, 2, 3]), t([6, 7, 7]), t([6, 7, 8]), t([0, 3]), t([9]), t([[0, 1]]), t([0, 1, 2]), tree_masks=[tree]))
 
 
-def walk(cc: int, parts: list[str]) -> tuple[list[Launch], list[str]]:
-    """(what is launched, what failed) in the parts whose names hold one of `parts`, or in all."""
+def walk(cc: int, parts: list[str], warmed: bool = False) -> tuple[list[Launch], list[str]]:
+    """(what is launched, what failed) in the parts whose names hold one of `parts`, or in all. `warmed`: in the benchmark's speed half
+    as it runs to compile its kernels and as it runs to be measured; what only the second launches has failed."""
     failed: list[str] = []
     sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]  # a peer, which looks for the real GPU
     with pretended(cc) as gpu:
@@ -380,6 +382,9 @@ def walk(cc: int, parts: list[str]) -> tuple[list[Launch], list[str]]:
         runs |= script.speed_parts(replace(script.FULL, new=8, layers=6))
         runs |= {f"served: {', '.join(map(str, each))}": lambda each=each: served(script, *each) for each in SERVED
                  if cc >= 89 or each[2] == 16}  # fmt: skip
+        if warmed:
+            runs = {f"warm: {name}": run for name, run in script.speed_parts(script.WARM).items()}
+            runs |= script.speed_parts(replace(script.FULL, layers=6))
         every = patch.object(tuning, "_milliseconds", lambda run: run() or 1.0)
         with every, patch.object(grouped, "group_rows", group_rows):
             for name, run in runs.items():
@@ -390,8 +395,12 @@ def walk(cc: int, parts: list[str]) -> tuple[list[Launch], list[str]]:
                 try:
                     run()
                 except Exception as error:
+                    if warmed and name.startswith("warm"):  # such as layers that are too few to come and go: nobody looks at it
+                        continue
                     near = "".join(traceback.format_tb(error.__traceback__)[-12:])
                     failed.append(f"{name}: {type(error).__name__}: {str(error)[:600]}\n{near}")
+    if warmed:
+        failed += [f"{launch.part}: {launch.name} was not compiled beforehand" for launch in gpu.launches if not launch.part.startswith("warm")]
     return gpu.launches, failed
 
 
@@ -428,11 +437,12 @@ def main() -> int:
     parser.add_argument("--cc", type=int, default=90, choices=sorted(PROCESSORS))
     parser.add_argument("--parts", nargs="*", default=[], help="parts of the walk's names")
     parser.add_argument("--no-compile", action="store_true", help="only walk")
+    parser.add_argument("--warmed", action="store_true", help="only look for what the benchmark's speed half has not compiled before it measures")
     given = parser.parse_args()
-    launches, failed = walk(given.cc, given.parts)
+    launches, failed = walk(given.cc, given.parts, given.warmed)
     print(f"{len(launches)} kernels", *failed, sep="\n", file=sys.stderr, flush=True)
     bad = len(failed)
-    for launch in () if given.no_compile else launches:
+    for launch in () if given.no_compile or given.warmed else launches:
         row = compiled(launch, given.cc)
         bad += not row["ok"]
         print(json.dumps(row), flush=True)

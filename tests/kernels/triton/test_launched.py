@@ -37,6 +37,11 @@ def test_all_that_is_launched_compiles(cc):
     assert len(rows) > 250 and {r["name"] for r in rows} >= {"gemm_weight.words._gemm", "paged_attention.kivi._attend", "lora.triton._low_rank"}
 
 
+@pytest.mark.slow
+def test_what_is_measured_was_compiled_beforehand():
+    assert walked("--warmed", "--parts", "GEMMs", "decoding", "engine", "LoRA", "quantizers", "experts", "QLoRA") == []
+
+
 def test_tensors_say_cuda_and_few_integers_are_known():
     with OnMeta(Gpu(90, [])):
         starts = torch.tensor([0, 3, 5], device="cuda")
