@@ -55,6 +55,7 @@ def runners(config, made, kv_dtype="float16", **options):
     return both
 
 
+FLAT = dataclasses.replace(CONFIG, num_layers=1)
 UNTIED = dataclasses.replace(CONFIG, tied=False, qk_norm=False, rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_context=4)
 CASES = {
     "dense": lambda: (CONFIG, weights(CONFIG), "float16"),
@@ -80,7 +81,8 @@ def test_recorded_steps_over_codes_of_whole_blocks(graphs):
     """A block that is filled within replays, rows of padding, pages that change from step to step."""
     from karui.inference.models.gpu import TritonRunner
 
-    fast, plain = (kind(CONFIG, weights(CONFIG), "cuda", torch.float16) for kind in (TritonRunner, TorchRunner))
+    config = dataclasses.replace(FLAT, num_heads=2, num_kv_heads=1)
+    fast, plain = (kind(config, weights(config), "cuda", torch.float16) for kind in (TritonRunner, TorchRunner))
     tables = [2, 0], [1, 3], [4, 5]
     for runner in (fast, plain):
         runner.allocate(6, 32, "kivi4", 6)
@@ -187,24 +189,26 @@ def test_logits_that_are_not_numbers(graphs):
         assert all("not numbers" in c.error for o in outputs for c in o.completions)
 
 
-def test_a_server_records_its_graphs_before_the_first_request(graphs):
+def test_a_server_records_its_graphs_before_the_first_request(graphs, monkeypatch):
+    from karui.inference.server import warm_up as module
     from karui.inference.server.warm_up import warm_up
 
-    fast, plain = (Engine(runner, memory=10**6, max_context=50, max_sequences=3, block_size=2)
-                   for runner in runners(CONFIG, weights(CONFIG)))  # fmt: skip
+    monkeypatch.setattr(module, "PROMPTS", (1, 64))
+    fast, plain = (Engine(runner, memory=10**6, max_context=20, max_sequences=3, block_size=1)
+                   for runner in runners(FLAT, weights(FLAT)))  # fmt: skip
     warm_up(fast)
     assert sorted(fast.runner._graphs) == [(size, width, False) for size in (1, 2, 4) for width in (16, 64)]
     assert fast.pool.num_cached == 0 and fast.stats.num_running == 0
     recorded = len(graphs)
-    prompts, params = [[3, 4, 5], [6] * 40], SamplingParams(max_tokens=4)
+    prompts, params = [[3, 4, 5], [6] * 16], SamplingParams(max_tokens=3)
     assert [o.token_ids for o in fast.generate(prompts, params)] == [o.token_ids for o in plain.generate(prompts, params)]
     assert len(graphs) == recorded
     warm_up(plain)
 
 
 def test_one_graph_serves_all_mixtures_of_adapters(graphs):
-    config, made = CONFIG, weights(CONFIG)
-    fast, plain = runners(config, made)
+    config = FLAT
+    fast, plain = runners(config, weights(config))
     h, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {"self_attn.q_proj": (q, h), "self_attn.v_proj": (kv, h), "self_attn.o_proj": (h, q), "mlp.up_proj": (config.intermediate_size, h)}
 

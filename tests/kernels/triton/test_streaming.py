@@ -122,7 +122,7 @@ def test_the_runner(spec, streams):
 
     from karui.inference.models.gpu import TritonRunner
 
-    config = dataclasses.replace(CONFIG, num_layers=6, sliding_window=())
+    config = dataclasses.replace(CONFIG, num_layers=4, sliding_window=())
     made = weights(config)
     if spec:
         made = {n: quantize(w, QuantSpec.parse(spec)) if w.ndim == 2 else w for n, w in made.items()}
@@ -130,14 +130,14 @@ def test_the_runner(spec, streams):
     with pytest.raises(KaruiError, match="too little"):
         TritonRunner(config, made, "cuda", torch.float16, weight_memory=1000)
     whole = plain.weight_bytes()
-    streamed = TritonRunner(config, made, "cuda", torch.float16, weight_memory=int(whole * 0.7))
-    assert streamed._away and len(streamed._away) < 6 and abs(streamed.weight_bytes() - whole) < 0.01 * whole
+    streamed = TritonRunner(config, made, "cuda", torch.float16, weight_memory=int(whole * 0.85))
+    assert streamed._away and len(streamed._away) < 4 and abs(streamed.weight_bytes() - whole) < 0.01 * whole
     for runner in (plain, streamed):
         runner.allocate(12, 4, "float16")
     for batch in (decoding(1, 2), decoding(5)):
         got, want = streamed.forward(batch), plain.forward(batch)
         assert torch.equal(got.logits, want.logits) and torch.equal(got.hidden, want.hidden)
-    for i in range(6):
+    for i in range(4):
         name = f"model.layers.{i}.self_attn.k_proj"
         assert torch.equal(streamed.dense_weight(name), plain.dense_weight(name))
     new = {n: quantize(torch.randn(w.shape) / 8, w.spec) if hasattr(w, "spec") else torch.randn_like(w) / 8 for n, w in made.items()}
