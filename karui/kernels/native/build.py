@@ -34,7 +34,7 @@ _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
                ("-DKARUI_AVX512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c")),
     "avx2": (("avx2", "fma", "f16c"), ("-DKARUI_AVX2", "-mavx2", "-mfma", "-mf16c")),
     "neon": (("asimddp",), ("-DKARUI_NEON", "-march=armv8.2-a+dotprod")),
-    "generic": ((), ()),
+    "generic": ((), ("-O2",)),  # in the place of -O3, which takes twice as long for code 1.8 times slower
 }
 # Flags of an instruction set for what only some of its CPUs have, and compilers of some years ago do not know.
 _EXTRAS = {"avx512": {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16",
