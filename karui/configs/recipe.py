@@ -119,7 +119,7 @@ class MoeSection(Section):
         return {"none": 0.0, "switch": 0.01, "sequence": 1e-4, "bias": 0.0}[self.balance] if self.weight is None else self.weight
 
 
-Share = Annotated[float, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimSection(Section):
@@ -128,7 +128,7 @@ class OptimSection(Section):
     name: OptimizerName = Field("adamw", description="8 bits or fp8: states of one byte; paged: states in main memory")
     lr: float = Field(2e-4, gt=0, le=10)
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: float = Field(1e-8, ge=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: float = Field(0.03, ge=0, description="below 1: share of all steps, else steps")
