@@ -786,11 +786,26 @@ def tokens_of(s: Sizes, vocabulary: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, s.batch, device=DEVICE)
 
 
+def packed_loss(model: Any, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The mean loss as karui's trainer computes it: the rows of `tokens` [n, length] as packed documents, lean operations, a fused head."""
+    from karui.trainers.data import IGNORE
+    from karui.trainers.model import ATTENTION, LossSum, base_model, install_lean_ops, register_attention
+
+    register_attention()
+    base_model(model).set_attn_implementation(ATTENTION)
+    install_lean_ops(model)
+    loss_sum, (rows, length) = LossSum(model, 4096), tokens.shape
+    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)], 1).flatten()
+    positions, borders = torch.arange(length, device=DEVICE).repeat(rows), torch.arange(0, rows * length + 1, length, device=DEVICE)
+    return lambda: loss_sum(tokens.flatten(), positions, borders, targets) / (rows * (length - 1))
+
+
 def training(s: Sizes) -> list[Figure]:
+    """All parameters trained: bf16 in karui's trainer and as transformers has it, then each recipe beside the faster of the two."""
     from karui.kernels.triton_support import capability
     from karui.lowprec import LowPrecision, Precision
 
-    def step_ms(recipe: str | None) -> float:
+    def per_second(recipe: str | None, ours: bool = True) -> float:
         model = llama(s.layers, **s.model)
         tokens = tokens_of(s, model.config.vocab_size)
         low = LowPrecision(Precision.parse(recipe)) if recipe else None
@@ -799,17 +814,24 @@ def training(s: Sizes) -> list[Figure]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if low is not None:
             low.attach(optimizer)
+        loss_of = packed_loss(model, tokens) if ours else lambda: model(tokens, labels=tokens).loss
 
         def step() -> None:
-            model(tokens, labels=tokens).loss.backward()
+            loss_of().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return milliseconds(step, 5)
+        return math.prod(s.batch) / milliseconds(step, 5) * 1e3
 
-    count = math.prod(s.batch)
-    plain = count / step_ms(None) * 1e3
-    figures = [Figure(name=f"step of a llama of {s.layers} layers, bf16", ours=plain, unit="tokens/s")]
+    name = f"step of a llama of {s.layers} layers, bf16"
+    theirs = per_second(None, ours=False)
+    settle()
+    try:
+        bf16 = per_second(None)
+        figures = [Figure(name=name, ours=bf16, unit="tokens/s", peer=theirs, peer_name="transformers")]
+    except Exception as problem:
+        bf16, figures = theirs, [failure(name, problem)]
+    plain = max(bf16, theirs)
     for recipe, needs in RECIPES.items():
         if left() < 45:
             figures.append(no_time(f"step, {recipe}"))
@@ -817,30 +839,21 @@ def training(s: Sizes) -> list[Figure]:
         try:
             settle()
             goal = 1.2 if GPU and capability(DEVICE) >= needs else None
-            figures.append(Figure(name=f"step, {recipe}", ours=count / step_ms(recipe) * 1e3, unit="tokens/s", peer=plain, peer_name="bf16", goal=goal))
+            figures.append(Figure(name=f"step, {recipe}", ours=per_second(recipe), unit="tokens/s", peer=plain, peer_name="bf16, the faster", goal=goal))
         except Exception as problem:
             figures.append(failure(f"step, {recipe}", problem))
     return figures
 
 
 def qlora_step(model: Any, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """karui's QLoRA step (NF4 with double quantization, rank 16 on every linear) on the rows of `tokens` [n, length] as packed
-    documents; gives the mean loss."""
+    """karui's QLoRA step (NF4 with double quantization, rank 16 on every linear); gives the mean loss."""
     from karui.adapters.lora import attach
-    from karui.trainers.data import IGNORE
-    from karui.trainers.model import ATTENTION, LossSum, install_lean_ops, register_attention
 
-    register_attention()
-    model.set_attn_implementation(ATTENTION)
     step: Any = SimpleNamespace(  # what a recipe's step has, without the package that reads recipes
         base=QuantSpec.parse("nf4dq"), rank=16, alpha=32.0, scaling=2.0, rslora=False, dora=False, dropout=0.0, init="kaiming",
         targets="all-linear", train_also=())  # fmt: skip
     adapted = attach(model, step).model.to(DEVICE)
-    install_lean_ops(adapted)
-    loss_sum, (rows, length) = LossSum(adapted, 4096), tokens.shape
-    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)], 1).flatten()
-    positions, borders = torch.arange(length, device=DEVICE).repeat(rows), torch.arange(0, rows * length + 1, length, device=DEVICE)
-    return _steps(adapted, lambda: loss_sum(tokens.flatten(), positions, borders, targets) / (rows * (length - 1)))
+    return _steps(adapted, packed_loss(adapted, tokens))
 
 
 def peft_step(model: Any, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
