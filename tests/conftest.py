@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread, no network, no tracker that asks for a login."""
+"""Shared by all tests: one thread where several workers share the cores, no network, no tracker that asks for a login."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more would wait for one another, and they wait by spinning
 
 import torch  # noqa: E402
 
