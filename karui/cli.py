@@ -392,6 +392,7 @@ def serve(
     speculate: Speculate = None,
     runner: Runner = "auto",
     max_sequences: Annotated[int, typer.Option(help="Requests running at once; more wait.")] = 64,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds that running requests get to end after SIGTERM or Ctrl-C.")] = 30,
     parallel: Annotated[str | None, typer.Option(help="tensor or pipeline: over the ranks of torchrun.")] = None,
     device: Device = "auto",
     kv_dtype: KvDtype = None,
@@ -405,7 +406,7 @@ def serve(
     given = _engine(device, kv_dtype, memory, max_context, weight_memory) | ({} if parallel is None else {"parallel": parallel})
     adapters = dict(_pair(item, "--adapter", "maths=runs/lora/final") for item in adapter or ())
     serve_model(model, name=name, host=host, port=port, api_key=api_key, adapters=adapters, speculation=speculate, runner=runner,
-                max_sequences=max_sequences, **given)
+                max_sequences=max_sequences, drain_s=drain, **given)
 
 
 @app.command()

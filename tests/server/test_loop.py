@@ -208,6 +208,36 @@ def test_an_impossible_request_raises_and_leaves_nothing() -> None:
     asyncio.run(scenario())
 
 
+def test_a_server_that_is_ended_waits_for_running_requests_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+
+    servers: list[Any] = []
+
+    class Kept(uvicorn.Server):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            servers.append(self)
+
+    monkeypatch.setattr(uvicorn, "Server", Kept)
+    slow = Slow().inner
+    for tokens, drain_s, whole in ((20, 30, True), (240, 1, False)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        thread = threading.Thread(target=serve, args=(slow, "tiny"), kwargs={"port": port, "drain_s": drain_s}, daemon=True)
+        thread.start()
+        assert wait_for(lambda: bool(servers) and servers[-1].started)
+        begun = slow.stats.num_generated_tokens
+        s = post(port, {"model": "tiny", "prompt": "hello", "max_tokens": tokens, "ignore_eos": True, "stream": True})
+        assert wait_for(lambda begun=begun: slow.stats.num_generated_tokens > begun + 2)
+        servers.pop().should_exit = True
+        thread.join(30)
+        assert not thread.is_alive() and not slow.has_work
+        assert (slow.stats.num_generated_tokens - begun == tokens) == whole
+        s.close()
+    slow.check_integrity()
+
+
 def test_missing_extras_and_bad_ports_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KaruiError, match="port 0"):
         serve(engine(), "tiny", port=0)

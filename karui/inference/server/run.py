@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 def serve_model(model: str | Path, *, name: str | None = None, host: str = "127.0.0.1", port: int = 8000,
-                api_key: str | None = None, adapters: Mapping[str, str | Path] | None = None, **options: Any) -> None:
+                api_key: str | None = None, adapters: Mapping[str, str | Path] | None = None, drain_s: int = 30,
+                **options: Any) -> None:
     """Load a bundle, model folder or catalogue name and serve it until interrupted.
 
     Args:
@@ -31,17 +32,17 @@ def serve_model(model: str | Path, *, name: str | None = None, host: str = "127.
     if options.get("parallel") is not None:
         if adapters:
             raise UnsupportedError("a model on several ranks serves no adapters; merge them into models of their own.")
-        _serve_ranks(model, name=served, host=host, port=port, api_key=api_key, **options)
+        _serve_ranks(model, name=served, host=host, port=port, api_key=api_key, drain_s=drain_s, **options)
         return
     engine = Engine.load(model, **options)
     for adapter, folder in adapters.items():
         engine.load_adapter(adapter, folder)
     warm_up(engine)
-    serve(engine, served, host=host, port=port, api_key=api_key)
+    serve(engine, served, host=host, port=port, api_key=api_key, drain_s=drain_s)
 
 
-def _serve_ranks(model: str | Path, *, name: str, host: str, port: int, api_key: str | None, device: str = "auto",
-                 **options: Any) -> None:
+def _serve_ranks(model: str | Path, *, name: str, host: str, port: int, api_key: str | None, drain_s: int,
+                 device: str = "auto", **options: Any) -> None:
     """As `serve_model`, on every rank of a script that torchrun started: the first one serves, the others follow."""
     import os
 
@@ -67,7 +68,7 @@ def _serve_ranks(model: str | Path, *, name: str, host: str, port: int, api_key:
             return
         leading = LeadingEngine(engine, group)
         try:
-            serve(leading, name, host=host, port=port, api_key=api_key)
+            serve(leading, name, host=host, port=port, api_key=api_key, drain_s=drain_s)
         finally:
             leading.stop()
     finally:
@@ -75,8 +76,11 @@ def _serve_ranks(model: str | Path, *, name: str, host: str, port: int, api_key:
 
 
 def serve(engine: Any, name: str, *, host: str = "127.0.0.1", port: int = 8000, api_key: str | None = None,
-          hang_s: float = 120.0) -> None:
+          drain_s: int = 30, hang_s: float = 120.0) -> None:
     """Serve until interrupted. Binds to this machine only unless another host is given.
+
+    Args:
+        drain_s: seconds that running requests get to end after SIGTERM or Ctrl-C; then they are aborted. New ones are refused.
 
     Raises `KaruiError` when the extra `serve` is missing or the port is not usable.
     """
@@ -90,7 +94,7 @@ def serve(engine: Any, name: str, *, host: str = "127.0.0.1", port: int = 8000, 
     if host not in ("127.0.0.1", "localhost", "::1") and api_key is None:
         logger.warning("serving on %s without an API key: everybody who reaches this machine can use the model", host)
     app = create_app(engine, name, api_key=api_key, hang_s=hang_s)
-    config = uvicorn.Config(app, host=host, port=port, log_level="info", access_log=False)
+    config = uvicorn.Config(app, host=host, port=port, log_level="info", access_log=False, timeout_graceful_shutdown=drain_s)
     server = uvicorn.Server(config)
     try:
         server.run()
