@@ -120,16 +120,21 @@ def called(function: Any, *arguments: object, processes: int = 2) -> None:
         pass
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on at the moment."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
 def ranks(script: str | Path, *arguments: object, processes: int = 2, env: Mapping[str, str] | None = None, timeout: float = 900,
           patience: float = 60) -> SimpleNamespace:
     """Run a script in so many ranks; its `returncode` (the first that is not 0), `stdout` and `stderr`, one rank after the other.
 
     `patience`: seconds that the others have to end by themselves after one has failed; then they are killed.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
               "GROUP_RANK": "0", **(env or {})}
     started = [Forked(script, *arguments, env={**shared, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(processes)]
     end = time.monotonic() + timeout

@@ -1,7 +1,6 @@
 """Behavioural tests of what must give the same bits: delayed scaling's state, resume, recomputation, compilation, ranks."""
 
 import os
-import socket
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from karui.configs import KaruiError
 from karui.lowprec import LowPrecision, LowPrecisionState, Precision, Switch
 from karui.lowprec.precision import RECIPES
 from tests.lowprec.conftest import Tiny
-from tests.processes import called
+from tests.processes import called, free_port
 
 
 def trainer(model, precision):
@@ -223,12 +222,6 @@ def _rank(rank, world, port, folder):
     dist.destroy_process_group()
 
 
-def _port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _sharded_rank(rank, world, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
@@ -268,7 +261,7 @@ def _sharded_rank(rank, world, port, folder):
 
 @pytest.mark.slow
 def test_amax_state_resumes_exactly_under_fsdp2(tmp_path):
-    called(_sharded_rank, 2, _port(), str(tmp_path))
+    called(_sharded_rank, 2, free_port(), str(tmp_path))
     a, b = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
     for rank in (a, b):
         assert torch.equal(rank["whole"], rank["parts"]) and rank["whole"][0] > 0.1 and rank["sharded"]
@@ -277,7 +270,7 @@ def test_amax_state_resumes_exactly_under_fsdp2(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_scale_alike_and_skip_together(tmp_path):
-    called(_rank, 2, _port(), str(tmp_path))
+    called(_rank, 2, free_port(), str(tmp_path))
     a, b = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
     assert torch.equal(a["scale"], b["scale"]) and a["scale"].all()
     assert torch.equal(a["weight"], b["weight"]) and torch.isfinite(a["weight"]).all()
