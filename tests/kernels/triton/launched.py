@@ -377,14 +377,16 @@ def walk(cc: int, parts: list[str], warmed: bool = False) -> tuple[list[Launch],
             return found
 
         by_kernel, script = grouped.group_rows, _script()
-        runs: dict[str, Callable[[], Any]] = {f"correct: {name}": run for name, (_, run) in script.checks().items()}
-        # fewer layers and tokens launch nothing else
-        runs |= script.speed_parts(replace(script.FULL, new=8, layers=6))
-        runs |= {f"served: {', '.join(map(str, each))}": lambda each=each: served(script, *each) for each in SERVED
-                 if cc >= 89 or each[2] == 16}  # fmt: skip
+        runs: dict[str, Callable[[], Any]] = {}
         if warmed:
-            runs = {f"warm: {name}": run for name, run in script.speed_parts(script.WARM).items()}
+            runs |= {f"warm: {name}": run for name, run in script.speed_parts(script.WARM).items()}
             runs |= script.speed_parts(replace(script.FULL, layers=6))
+        else:
+            runs |= {f"correct: {name}": run for name, (_, run) in script.checks().items()}
+            # fewer layers and tokens launch nothing else
+            runs |= script.speed_parts(replace(script.FULL, new=script.WARM.new, layers=6))
+            runs |= {f"served: {', '.join(map(str, each))}": lambda each=each: served(script, *each) for each in SERVED
+                     if cc >= 89 or each[2] == 16}  # fmt: skip
         every = patch.object(tuning, "_milliseconds", lambda run: run() or 1.0)
         with every, patch.object(grouped, "group_rows", group_rows):
             for name, run in runs.items():
