@@ -52,7 +52,7 @@ def convert(gguf_path: Path, folder: Path) -> None:
 
     Raises:
         UnsupportedError: an architecture, tensor, tokenizer or RoPE scaling that is not converted; names it.
-        CorruptError: the file is not GGUF or is truncated.
+        CorruptError: the file is not GGUF, is truncated or otherwise damaged; see `gguf_file.read`.
     """
     reader, meta = open_gguf(gguf_path)
     kind = meta["general.architecture"]
@@ -76,13 +76,9 @@ def save_tokenizer(tokenizer: Any, settings: dict[str, Any], folder: Path) -> No
 
 def open_gguf(gguf_path: Path) -> tuple[Any, dict[str, Any]]:
     """(gguf.GGUFReader, its key-value pairs) of a file whose architecture karui knows; errors as in `convert`."""
-    from gguf import GGUFReader
+    from karui.catalogue.gguf_file import read
 
-    try:
-        reader = GGUFReader(gguf_path)
-    except Exception as error:  # the reader has no error type of its own: truncation shows as an index or reshape error
-        raise CorruptError(f"{gguf_path}: not a complete GGUF file ({type(error).__name__}: {error}); fetch it again.") from error
-    meta = {key: field.contents() for key, field in reader.fields.items()}
+    reader, meta = read(gguf_path)
     kind = meta.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise UnsupportedError(
@@ -103,6 +99,8 @@ def model_config(meta: dict[str, Any], kind: str, names: set[str], file: str) ->
 
     if meta.get(f"{kind}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in names:
         raise UnsupportedError(f"{file}: RoPE scaling is not converted from GGUF; use the model's safetensors from the hub.")
+    if (tokens := meta.get("tokenizer.ggml.tokens")) is None:
+        raise CorruptError(f"{file}: the metadata lacks tokenizer.ggml.tokens, without which the model cannot be rebuilt.")
     heads, hidden = get("attention.head_count"), get("embedding_length")
     theta = get("rope.freq_base", 10000.0)
     return {
@@ -110,7 +108,7 @@ def model_config(meta: dict[str, Any], kind: str, names: set[str], file: str) ->
         "model_type": kind,
         "hidden_act": "silu",
         "dtype": "float32",
-        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
+        "vocab_size": len(tokens),
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
@@ -134,17 +132,18 @@ def model_config(meta: dict[str, Any], kind: str, names: set[str], file: str) ->
 
 
 def _save_weights(reader: Any, config: dict[str, Any], path: Path) -> None:
-    from gguf.quants import dequantize
     from safetensors.numpy import save_file
+
+    from karui.catalogue.gguf_file import values
 
     weights: dict[str, np.ndarray] = {}
     for tensor in reader.tensors:
         name = hf_name(tensor.name)
-        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        rows = values(tensor)
         if config["model_type"] == "llama" and name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
             heads = config["num_attention_heads"] if ".q_proj." in name else config["num_key_value_heads"]
-            values = unpermute(values, heads)
-        weights[name] = np.ascontiguousarray(values)
+            rows = unpermute(rows, heads)
+        weights[name] = np.ascontiguousarray(rows)
     save_file(weights, path, metadata={"format": "pt"})
 
 
@@ -161,7 +160,10 @@ def hf_name(name: str) -> str:
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's interleaved q/k rows -> the half-split order of transformers. [heads * head_dim, ...] both ways."""
+    """llama.cpp's interleaved q/k rows -> the half-split order of transformers. [heads * head_dim, ...] both ways; `CorruptError`
+    for rows that are not those of so many heads."""
+    if not rows.ndim or rows.shape[0] % (2 * heads):
+        raise CorruptError(f"a q or k of shape {list(rows.shape)} is not that of {heads} heads; fetch the GGUF file again.")
     return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 

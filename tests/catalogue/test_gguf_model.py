@@ -1,15 +1,17 @@
 """Reference: the converted folder against transformers' own GGUF loader and tokenizer, tiny and real."""
 
 import json
+import struct
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import load_file
 
 from karui.catalogue import load_tokenizer, resolve
 from karui.catalogue.gguf_model import convert, hf_name, unpermute
-from karui.configs.errors import CorruptError, UnsupportedError
+from karui.configs.errors import CorruptError, KaruiError, UnsupportedError
 from tests.catalogue.conftest import TEMPLATE, tiny_model, write_gguf
 
 TEXTS = [
@@ -87,6 +89,53 @@ def test_truncated_file(tmp_path, tiny_gguf, keep):
     (tmp_path / "t.gguf").write_bytes(tiny_gguf.read_bytes()[:keep])
     with pytest.raises(CorruptError, match="t.gguf.*not a complete GGUF"):
         convert(tmp_path / "t.gguf", tmp_path / "out")
+
+
+def whole(value):
+    return struct.pack("<I", 4) + struct.pack("<I", value)
+
+
+@pytest.mark.parametrize(("behind", "skip", "new", "said"), [
+    ("llama.attention.head_count_kv", 0, whole(7), "a q or k of shape .* is not that of 7 heads"),
+    ("llama.attention.head_count_kv", 0, whole(0), "head_count_kv is 0; a whole number above 0"),
+    ("llama.embedding_length", 0, struct.pack("<If", 6, 32), "embedding_length is 32.0; a whole number"),
+    ("llama.rope.freq_base", 0, struct.pack("<If", 6, float("nan")), "freq_base is nan; a number above 0"),
+    ("general.architecture", 0, whole(5), "not a complete GGUF"),
+    ("tokenizer.ggml.bos_token_id", 0, whole(10**6), "bos_token_id is 1000000; one of 265 tokens"),
+    ("tokenizer.ggml.bos_token_id", 0, struct.pack("<Ii", 5, -1), "bos_token_id is -1; one of 265 tokens"),
+    ("tokenizer.ggml.token_type", 8, struct.pack("<Q", 2**60), "array in its metadata has 1,152,921,504,606,846,976 elements"),
+    ("tokenizer.ggml.token_type", 8, struct.pack("<Q", 2**22), "reaches to byte .*, the file has"),
+    ("tokenizer.ggml.pre", 12, b"\xff", "its metadata holds what is not text"),
+    ("blk.1.attn_q.weight", 4, struct.pack("<Q", 16), "tensor 'blk.1.attn_k.weight' lies at byte .* by those before it, at"),
+    ("blk.1.attn_q.weight", 4, struct.pack("<Q", 2**64 - 32), "not a complete GGUF"),
+    ("blk.1.attn_q.weight", 20, struct.pack("<I", 26), "'blk.1.attn_q.weight' is in I32, which is not read"),
+    ("blk.1.attn_q.weight", 24, struct.pack("<Q", 0), "tensor 'blk.1.attn_q.weight' lies at byte"),
+    ("blk.1.attn_q.weight", 24, struct.pack("<Q", 2**64 - 64), "not a complete GGUF|lies at byte"),
+])
+def test_damaged_file(tmp_path, tiny_gguf, behind, skip, new, said):
+    """Values of the wrong kind, counts and offsets that lead out of the file: an error that names them, at once, both ways to read."""
+    from karui.inference.bundle import open_model
+
+    raw = bytearray(tiny_gguf.read_bytes())
+    at = raw.index(behind.encode()) + len(behind) + skip
+    raw[at:at + len(new)] = new
+    (tmp_path / "d.gguf").write_bytes(raw)
+    with pytest.raises(KaruiError, match=said):
+        convert(tmp_path / "d.gguf", tmp_path / "out")
+    with pytest.raises(KaruiError, match=said):
+        dict(open_model(tmp_path / "d.gguf").weights())
+
+
+def test_no_file_and_one_part_of_several(tmp_path):
+    with pytest.raises(KaruiError, match="none.gguf cannot be read: No such file"):
+        convert(tmp_path / "none.gguf", tmp_path / "out")
+    writer = GGUFWriter(tmp_path / "part.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match="one of 3 parts"):
+        convert(tmp_path / "part.gguf", tmp_path / "out")
 
 
 def test_real_model_answers_tokyo(smollm2):

@@ -92,16 +92,17 @@ class Gguf(Opened):
         self.tokenizer_path = _cached_tokenizer(meta)
 
     def spec(self, name: str) -> QuantSpec:
-        spelling = {_Q4_0: "w4g32", _Q8_0: "w8g32", _TQ2_0: "w1.58g256"}.get(self._get(name).tensor_type.name, "none")
-        return QuantSpec.parse(spelling)
+        tensor = self._get(name)
+        spelling = {_Q4_0: "w4g32", _Q8_0: "w8g32", _TQ2_0: "w1.58g256"}.get(tensor.tensor_type.name, "none")
+        return QuantSpec.parse(spelling if tensor.data.ndim == 2 else "none")
 
     def weight(self, name: str) -> Weight:
-        from gguf.quants import dequantize
+        from karui.catalogue.gguf_file import values
 
         tensor, spec = self._get(name), self.spec(name)
         heads = self._heads(name)
         if spec.format == "none" or (spec.bits == 8 and (_q8_0(tensor.data)[1] == -128).any()):
-            rows = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            rows = values(tensor)
             value = torch.from_numpy(np.array(gguf_model.unpermute(rows, heads) if heads else rows))
             check_finite(name, value)
             return value
