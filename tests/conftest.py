@@ -1,5 +1,6 @@
 """Shared by all tests: one thread where several workers share the cores, no network, no tracker that asks for a login."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -21,6 +22,19 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_not_searched():
+    """Imported libraries are some million objects, which each `gc.collect` (every run ends with one) would go through again."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
