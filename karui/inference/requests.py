@@ -16,7 +16,7 @@ class SamplingParams:
     """How tokens are drawn and when a request ends.
 
     Attributes:
-        temperature: 0 is greedy. Logits are divided by it after the penalties.
+        temperature: 0 is greedy, and so is what is below 1e-6. Logits are divided by it after the penalties.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens whose mass reaches p, after top_k.
         min_p: drop tokens less likely than min_p times the likeliest.
@@ -56,12 +56,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if 0 < self.temperature < 1e-6:  # logits divided by it would not be finite
+            object.__setattr__(self, "temperature", 0.0)
         for name, ok, wanted in (
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
-            ("top_k", self.top_k >= 0, "0 (all) or a positive count"),
+            ("temperature", 0 <= self.temperature <= 1e6, "0 (greedy) or a positive number of at most 1e6"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (all) or a count below 2**31"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "within 1e-6 and 1e6"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "within -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "within -2 and 2"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "None or at least 1"),

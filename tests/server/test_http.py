@@ -98,6 +98,9 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("completions", TEXT | {"temperature": float("-1e307")}, 400, "number"),
     ("completions", TEXT | {"temperature": "hot"}, 400, "number"),
     ("completions", TEXT | {"top_p": 0}, 400, "top_p"),
+    ("completions", TEXT | {"top_k": 2**31}, 400, "top_k is 2147483648"),
+    ("completions", TEXT | {"top_k": 2**63}, 400, "top_k"),
+    ("completions", TEXT | {"repetition_penalty": 1e-40}, 400, "within 1e-6"),
     ("completions", TEXT | {"n": 0}, 400, "n is 0"),
     ("completions", TEXT | {"n": True}, 400, "integer"),
     ("completions", TEXT | {"stop": [""]}, 400, "stop"),
@@ -129,6 +132,18 @@ def test_bad_input_is_a_4xx_with_an_error_object(client: Any, route: str, body: 
     assert response.status_code == status and message in error["message"] and error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"}
     assert not client.engine.has_work and client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("odd", [
+    {"temperature": 1e-300}, {"temperature": 1e-40}, {"temperature": 1e6}, {"top_p": 1e-300}, {"min_p": 0.999999999}, {"seed": -2**63},
+    {"seed": 2**63}, {"top_k": 2**31 - 1}, {"priority": 2**63}, {"max_tokens": 2**63}, {"repetition_penalty": 1e6}])
+def test_the_ends_of_what_is_allowed(client: Any, odd: dict[str, Any]) -> None:
+    body = TEXT | {"prompt": "x" * 240, "temperature": 0.8, "ignore_eos": True} | odd
+    first, second = (client.post("/v1/completions", json=body | {"seed": body.get("seed", 1)}) for _ in range(2))
+    assert first.status_code == 200 and first.json()["choices"] == second.json()["choices"]
+    if odd.get("temperature", 1) < 1e-6:  # the greedy one
+        assert first.json()["choices"] == client.post("/v1/completions", json=body | {"temperature": 0}).json()["choices"]
+    assert client.get("/health").status_code == 200
 
 
 def test_one_impossible_prompt_among_several_cancels_the_others(client: Any) -> None:
