@@ -15,7 +15,7 @@ from torch import nn
 from karui.kernels.quantize.compat import Compat
 from karui.kernels.quantize.fused import NoiseKey
 from karui.lowprec.backends import multiply
-from karui.lowprec.operand import Coded, encode, encode_both, largest, rebuild, tensors_of, transpose, values
+from karui.lowprec.operand import Coded, encode, encode_both, largest, rebuild, sees, tensors_of, transpose, values
 from karui.lowprec.precision import GEMMS, Gemm, GemmFormat, Operand, Precision
 from karui.lowprec.state import LowPrecisionState, keep_dtypes
 
@@ -31,6 +31,14 @@ class Plan:
     backend: str
     layer: int
     seed: int
+
+    @property
+    def delayed(self) -> bool:
+        return any(operand.delayed for pair in self.operands.values() for operand in pair)
+
+    @property
+    def stochastic(self) -> bool:
+        return any(operand.stochastic for pair in self.operands.values() for operand in pair)
 
     @property
     def shares_input(self) -> bool:
@@ -165,21 +173,33 @@ class _LowPrecisionGemms(torch.autograd.Function):
         made: dict[Any, Any],
     ) -> torch.Tensor:
         left, right = plan.operands["fprop"]
-        scale = state.scale[plan.layer].clone()
-        if (x.dtype, "amax") not in made:
-            made[x.dtype, "amax"] = largest(x)
-        x_amax = made[x.dtype, "amax"]
-        if training:
-            state.record(plan.layer, 0, x_amax)
+        # what no operand reads is not copied: each small kernel costs a GPU what it takes to start one
+        scale = state.scale[plan.layer].clone() if plan.delayed else None
+        step = state.step.clone() if plan.stochastic else None
+        slot, x_amax = state.staged[plan.layer, 0] if training else None, None
+        if sees_it := _sees(x, left, plan, "fprop"):
+            known = made.get((x.dtype, "seen"))
+            if slot is not None and known is not None:  # by another layer that reads x
+                torch.maximum(slot, known, out=slot)
+                slot = None
+        else:
+            slot = None
+            if (x.dtype, "amax") not in made:
+                made[x.dtype, "amax"] = largest(x)
+            x_amax = made[x.dtype, "amax"]
+            if training:
+                state.record(plan.layer, 0, x_amax)
         keeps_codes = ctx.needs_input_grad[1] and plan.shares_input
-        a, coded = _shared(made, x, left, plan, "fprop", amax=x_amax, scale=scale[0], keep=keeps_codes)
+        a, coded = _shared(made, x, left, plan, "fprop", amax=x_amax, scale=_of(scale, 0), keep=keeps_codes, seen=slot)
+        if sees_it and slot is not None:
+            made[x.dtype, "seen"] = slot
         b = module.kept("fprop")
         if b is None:
             assert w is not None
             w_amax = largest(w) if right.delayed else None
             if training and w_amax is not None:
                 state.record(plan.layer, 1, w_amax)
-            b, _ = _operand(w, right, plan, "fprop", amax=w_amax, scale=scale[1])
+            b, _ = _operand(w, right, plan, "fprop", amax=w_amax, scale=_of(scale, 1))
         ctx.module, ctx.plan, ctx.state, ctx.training, ctx.like = module, plan, state, training, None
         ctx.weight_dtype = None if w is None else w.dtype
         saved: list[torch.Tensor | None] = []
@@ -189,7 +209,7 @@ class _LowPrecisionGemms(torch.autograd.Function):
             saved = list(tensors_of(coded).values())
         elif ctx.needs_input_grad[1]:
             saved = [x]
-        ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, scale, state.step.clone(), *saved)
+        ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, scale, step, *saved)
         return multiply(a, b, plan.backend, x.dtype)
 
     @staticmethod
@@ -197,54 +217,59 @@ class _LowPrecisionGemms(torch.autograd.Function):
         (dy,) = grads
         w, scale, step, *saved = ctx.saved_tensors
         plan: Plan = ctx.plan
-        amax = largest(dy)
-        if ctx.training:
-            ctx.state.record(plan.layer, 2, amax)
-        dx = dw = None
-        both = _both_of_dy(dy, plan, step, amax) if ctx.needs_input_grad[0] and ctx.needs_input_grad[1] else None
+        dx = dw = amax = seen = None
+        first: Gemm = "dgrad" if ctx.needs_input_grad[0] else "wgrad"
+        if _sees(dy, plan.operands[first][0], plan, first):
+            seen = ctx.state.staged[plan.layer, 2] if ctx.training else None
+        else:
+            amax = largest(dy)
+            if ctx.training:
+                ctx.state.record(plan.layer, 2, amax)
+        both = _both_of_dy(dy, plan, step, amax, seen) if ctx.needs_input_grad[0] and ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             left, right = plan.operands["dgrad"]
-            a = both[0] if both else _operand(dy, left, plan, "dgrad", amax=amax, scale=scale[2], step=step)[0]
+            a = both[0] if both else _operand(dy, left, plan, "dgrad", amax=amax, scale=_of(scale, 2), step=step, seen=seen)[0]
             b = ctx.module.kept("dgrad")
             if b is None:
-                b, _ = _operand(w.t(), right, plan, "dgrad", scale=scale[1])
+                b, _ = _operand(w.t(), right, plan, "dgrad", scale=_of(scale, 1))
             dx = multiply(a, b, plan.backend, dy.dtype)
         if ctx.needs_input_grad[1]:
             left, right = plan.operands["wgrad"]
-            a = both[1] if both else _operand(dy.t(), left, plan, "wgrad", amax=amax, scale=scale[2], step=step)[0]
+            own = seen if first == "wgrad" else None
+            a = both[1] if both else _operand(dy.t(), left, plan, "wgrad", amax=amax, scale=_of(scale, 2), step=step, seen=own)[0]
             if ctx.like is not None:
                 b = transpose(rebuild(ctx.like, dict(zip(tensors_of(ctx.like), saved))))
             else:
                 made = ctx.state.saved_inputs.of(saved[0])
-                b, _ = _shared(made, saved[0].t(), right, plan, "wgrad", scale=scale[0])
+                b, _ = _shared(made, saved[0].t(), right, plan, "wgrad", scale=_of(scale, 0))
             dw = multiply(a, b, plan.backend, ctx.weight_dtype)
         return dx, dw, None, None, None, None, None
 
 
 def _shared(
-    made: dict[Any, Any], x: torch.Tensor, operand: Operand, plan: Plan, gemm: Gemm, *, scale: torch.Tensor, **how: Any
+    made: dict[Any, Any], x: torch.Tensor, operand: Operand, plan: Plan, gemm: Gemm, *, scale: torch.Tensor | None, **how: Any
 ) -> tuple[Coded, Coded | None]:
     """`_operand` of a layer's input, taken from what was `made` of that tensor where it is the same."""
     if operand.stochastic or (operand.delayed and x.device.type != "cpu"):
         return _operand(x, operand, plan, gemm, scale=scale, **how)
     key = (x.dtype, operand, plan.library[gemm], plan.backend, how.get("keep", False))
     given, found = made.get(key, (None, None))
-    if found is None or (operand.delayed and not torch.equal(given, scale)):
+    if found is None or (operand.delayed and scale is not None and not torch.equal(given, scale)):
         found = _operand(x, operand, plan, gemm, scale=scale, **how)
         made[key] = (scale, found)
     return found
 
 
 def _operand(
-    x: torch.Tensor, operand: Operand, plan: Plan, gemm: Gemm, *, amax: torch.Tensor | None = None, scale: torch.Tensor,
-    step: torch.Tensor | None = None, keep: bool = False,
+    x: torch.Tensor, operand: Operand, plan: Plan, gemm: Gemm, *, amax: torch.Tensor | None = None, scale: torch.Tensor | None,
+    step: torch.Tensor | None = None, keep: bool = False, seen: torch.Tensor | None = None,
 ) -> tuple[Coded, Coded | None]:  # fmt: skip
     """(what the backend multiplies, the codes where `keep` asks for them)."""
     noise = _noise_of(operand, plan, gemm, step)
     how: dict[str, Any] = dict(compat=plan.library[gemm], amax=amax, scale=scale, noise=noise)
     if plan.backend == "emulate":
         return values(x, operand, keep=keep, **how)
-    coded = encode(x, operand, **how)
+    coded = encode(x, operand, **how, seen=seen)
     return coded, coded
 
 
@@ -255,10 +280,20 @@ def _noise_of(operand: Operand, plan: Plan, gemm: Gemm, step: torch.Tensor | Non
     return NoiseKey(plan.seed, step, plan.layer, _NOISE[gemm])
 
 
-def _both_of_dy(dy: torch.Tensor, plan: Plan, step: torch.Tensor, amax: torch.Tensor) -> tuple[Coded, Coded] | None:
+def _both_of_dy(dy: torch.Tensor, plan: Plan, step: torch.Tensor | None, amax: torch.Tensor | None,
+                seen: torch.Tensor | None) -> tuple[Coded, Coded] | None:  # fmt: skip
     """dy for dgrad and dy^T for wgrad from one reading, where a kernel does it."""
     if plan.backend == "emulate":
         return None
     (rows, _), (cols, _) = plan.operands["dgrad"], plan.operands["wgrad"]
     noise = _noise_of(rows, plan, "dgrad", step), _noise_of(cols, plan, "wgrad", step)
-    return encode_both(dy, rows, cols, compat=(plan.library["dgrad"], plan.library["wgrad"]), noise=noise, amax=amax)
+    return encode_both(dy, rows, cols, compat=(plan.library["dgrad"], plan.library["wgrad"]), noise=noise, amax=amax, seen=seen)
+
+
+def _sees(x: torch.Tensor, operand: Operand, plan: Plan, gemm: Gemm) -> bool:
+    """Whether coding `x` notes its largest magnitude, so that no pass of its own looks for it."""
+    return plan.backend != "emulate" and sees(x, operand, plan.library[gemm])
+
+
+def _of(scale: torch.Tensor | None, role: int) -> torch.Tensor | None:
+    return None if scale is None else scale[role]

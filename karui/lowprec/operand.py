@@ -60,6 +60,7 @@ def encode(
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     noise: NoiseKey | None = None,
+    seen: torch.Tensor | None = None,
 ) -> Coded:
     """Quantize `x` [M, K] along K.
 
@@ -67,11 +68,13 @@ def encode(
         amax: largest magnitude of `x` (fp32, one element) where the caller has it already.
         scale: the encode scale of delayed scaling; 0 (no history yet) takes the current one.
         noise: where stochastic rounding draws its bits (for [M, K], K padded to 16 under `hadamard`).
+        seen: see `quantize_both`; only where `sees` says so.
     """
     if operand.format == "high":
         return High(x)
     if _kernel_codes(x, operand, compat):
-        return encode_by_kernel(x, operand, compat=compat, amax=amax, scale=scale, noise=noise)
+        return encode_by_kernel(x, operand, compat=compat, amax=amax, scale=scale, noise=noise, seen=seen)
+    assert seen is None
     if operand.hadamard:
         x, amax = random_hadamard(x), None
     if not operand.tensor_scale:
@@ -106,16 +109,24 @@ def _kernel_codes(x: torch.Tensor, operand: Operand, compat: Compat) -> bool:
     return operand.format != "nvfp4" or (compat == "te" and operand.tensor_scale)
 
 
+def sees(x: torch.Tensor, operand: Operand, compat: Compat) -> bool:
+    """Whether coding `x` needs no amax and finds it on its way: on a GPU, where no scale is the whole tensor's."""
+    per_tensor = operand.format in ELEMENTS and operand.tile == "tensor"
+    return operand.format != "high" and not (per_tensor or operand.delayed) and _kernel_codes(x, operand, compat)
+
+
 def encode_by_kernel(x: torch.Tensor, operand: Operand, *, compat: Compat, amax: torch.Tensor | None = None,
-                     scale: torch.Tensor | None = None, noise: NoiseKey | None = None) -> Coded:  # fmt: skip
+                     scale: torch.Tensor | None = None, noise: NoiseKey | None = None,
+                     seen: torch.Tensor | None = None) -> Coded:  # fmt: skip
     """`encode` in one or two passes over `x` (`train_quantize`), the same bits; the 4-bit formats as `PackedCodes`."""
     given = _tensor_scale(operand, compat, amax)
     if operand.delayed and scale is not None:
         given = _given(x, ELEMENTS[operand.format], compat, amax, scale)
     if operand.hadamard:  # the kernel transforms what it turns
-        _, coded = quantize_both(x.t(), _kind(operand), rows=False, compat=compat, hadamard=True, col_noise=_noise(noise))
+        _, coded = quantize_both(x.t(), _kind(operand), rows=False, compat=compat, hadamard=True, col_noise=_noise(noise),
+                                 seen=seen)  # fmt: skip
     else:
-        coded, _ = quantize_both(x, _kind(operand), cols=False, compat=compat, scale=given, row_noise=_noise(noise))
+        coded, _ = quantize_both(x, _kind(operand), cols=False, compat=compat, scale=given, row_noise=_noise(noise), seen=seen)
     assert coded is not None
     return _of_kernel(coded)
 
@@ -128,8 +139,8 @@ def _tensor_scale(operand: Operand, compat: Compat, amax: torch.Tensor | None) -
 
 
 def encode_both(x: torch.Tensor, rows: Operand, cols: Operand, *, compat: tuple[Compat, Compat],
-                noise: tuple[NoiseKey | None, NoiseKey | None],
-                amax: torch.Tensor | None = None) -> tuple[Coded, Coded] | None:  # fmt: skip
+                noise: tuple[NoiseKey | None, NoiseKey | None], amax: torch.Tensor | None = None,
+                seen: torch.Tensor | None = None) -> tuple[Coded, Coded] | None:  # fmt: skip
     """`encode` of `x` [M, K] as `rows` and of its transpose as `cols` from one reading (dy of dgrad and wgrad); None where the
     two differ in more than the kernel's columns may, or no kernel serves them."""
     alike = _kind(rows) == _kind(cols) and compat[0] == compat[1] and rows.tensor_scale == cols.tensor_scale
@@ -138,7 +149,7 @@ def encode_both(x: torch.Tensor, rows: Operand, cols: Operand, *, compat: tuple[
         return None
     given = _tensor_scale(rows, compat[0], amax)
     one, other = quantize_both(x, _kind(rows), compat=compat[0], hadamard=cols.hadamard, scale=given, row_noise=_noise(noise[0]),
-                               col_noise=_noise(noise[1]))  # fmt: skip
+                               col_noise=_noise(noise[1]), seen=seen)  # fmt: skip
     assert one is not None and other is not None
     return _of_kernel(one), _of_kernel(other)
 

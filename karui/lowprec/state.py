@@ -13,6 +13,7 @@ and part of the model's state_dict: a resumed run continues with the same bits, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,9 +75,8 @@ class LowPrecisionState(nn.Module):
 
     def record(self, layer: int, role: int, amax: torch.Tensor) -> None:
         """Note the amax (fp32 scalar) of a tensor of this step; NaN counts as Inf."""
-        amax = torch.where(torch.isfinite(amax), amax, float("inf"))
         slot = self.staged[layer, role]
-        slot.copy_(torch.maximum(slot, amax))
+        torch.maximum(slot, torch.nan_to_num(amax, nan=math.inf, posinf=math.inf), out=slot)
 
     def nonfinite(self) -> list[str]:
         """Layers and roles that met a NaN or Inf since the last update, on any rank."""

@@ -90,6 +90,7 @@ def quantize_both(
     hadamard: bool = False,
     row_noise: Noise | None = None,
     col_noise: Noise | None = None,
+    seen: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Coded | None, Coded | None]:
     """Codes of `x` [M, K] along K, and of its transpose [K, M] along M (each None if not wanted).
@@ -100,6 +101,7 @@ def quantize_both(
         scale: a given encode scale, fp32 [1] (delayed scaling), kinds ...-tensor only.
         hadamard: transform x^T in pieces of 16 along M, padded to a multiple of 16, before it is coded (mxfp4, nvfp4).
         row_noise, col_noise: round stochastically (mxfp4, nvfp4); the keys of `quantize.noise.noise_bits`.
+        seen: fp32, one element, not negative: raised to the largest magnitude of `x`, Inf where there is a NaN.
 
     Raises:
         KaruiError: not a matrix, an unknown kind, options that the kind does not have.
@@ -119,7 +121,10 @@ def quantize_both(
     if use_triton(backend, x.device, "quantize_both", refused=_refused(x, kind, compat, row_noise, col_noise)):
         from karui.kernels.train_quantize import triton
 
-        return triton.quantize_both(x, kind, rows, cols, compat, power_of_two, scale, hadamard, row_noise, col_noise)
+        return triton.quantize_both(x, kind, rows, cols, compat, power_of_two, scale, hadamard, row_noise, col_noise, seen)
+    if seen is not None and x.numel():
+        top = x.abs().amax().float()
+        seen.copy_(torch.maximum(seen, top.where(top.isfinite(), float("inf"))))
     return reference.quantize_both(x, kind, rows, cols, compat, power_of_two, scale, hadamard, row_noise, col_noise)
 
 

@@ -84,6 +84,17 @@ def test_extremes(kind, value, device, rng):
         same(got, want)
 
 
+@pytest.mark.parametrize("kind", ["e4m3-1x128", "nvfp4"])
+def test_the_largest_magnitude_is_noted(kind, device, rng):
+    x, seen = matrix(37, 150, device, rng).clamp(-100, 100), torch.zeros(3, device=device)
+    x[5, 3] = -300.0
+    for value, want in ((0.0, 300.0), (500.0, 500.0), (float("nan"), float("inf")), (0.0, float("inf"))):
+        x[1, 7] = value
+        for backend, at in (("triton", 1), ("torch", 2)):
+            quantize_both(x, kind, cols=False, seen=seen[at], backend=backend)
+        assert seen.tolist() == [0.0, want, want]
+
+
 def test_a_strided_matrix_and_one_side_only(device, rng):
     x = matrix(64, 96, device, rng).t()
     one, other = quantize_both(x, "mxfp8", rows=False, backend="triton")
