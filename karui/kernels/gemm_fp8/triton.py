@@ -1,7 +1,8 @@
-"""FP8 GEMMs on tensor descriptors with a persistent schedule: as many programs as multiprocessors, each walking output tiles in
-an order that keeps a band of A in the L2 cache.
+"""FP8 GEMMs on tensor descriptors with a persistent schedule: as many programs as the multiprocessors hold at once, each walking
+output tiles in an order that keeps a band of A in the L2 cache.
 
-`_whole` keeps one accumulator over K and scales in the epilogue; `_tiled` promotes every 128 along K.
+`_whole` keeps one accumulator over K and scales in the epilogue; `_tiled` promotes every 128 along K. A program's promotion
+leaves the tensor cores idle, as Triton waits for a product before its first use; small tiles lie two or three together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from karui.kernels.quantize.scaled_float8 import ScaledFloat8
 from karui.kernels.triton_support import capability, num_processors
-from karui.kernels.triton_support.offline import Case
+from karui.kernels.triton_support.offline import SHARED_LIMIT, Case
 from karui.kernels.triton_support.tuning import Config, config, launch
 
 _BAND = 8
@@ -77,7 +78,7 @@ def _tiled(a_desc, b_desc, y_desc, a_scale_ptr, b_scale_ptr, M, N, K, B_SQUARE: 
 
 # The first is what runs untimed. Blackwell's accumulators lie in tensor memory, so wide tiles cost no registers there.
 WHOLE = [config(8, 3, BM=128, BN=256, BK=128), config(8, 4, BM=128, BN=128, BK=128), config(4, 4, BM=64, BN=128, BK=128)]
-TILED = [config(8, 4, BM=128, BN=128), config(4, 4, BM=64, BN=128), config(4, 5, BM=128, BN=64)]
+TILED = [config(8, 4, BM=128, BN=128), config(4, 2, BM=64, BN=128), config(4, 4, BM=64, BN=128)]
 # An fp32 output's tile lies in shared memory too, and takes the room of a stage or of half the columns.
 WHOLE_FP32 = WHOLE[1:]
 # sm_89 and sm_120 have 99 KB of shared memory.
@@ -101,7 +102,7 @@ def gemm_fp8(a: ScaledFloat8, b: ScaledFloat8, out_dtype: torch.dtype, b_kind: s
 
     def run(c: Config) -> None:
         # compiled for the device's programs, also where there are fewer tiles: a number per shape would compile anew for each
-        every = num_processors(left.device)
+        every = num_processors(left.device) * together(c, out_dtype.itemsize, roomy)
         programs = min(every, triton.cdiv(m, c["BM"]) * triton.cdiv(n, c["BN"]))
         deep = 128 if tiled else c["BK"]
         args: tuple[Any, ...] = (
@@ -122,6 +123,12 @@ def whole(roomy: bool, out_bytes: int) -> list[Config]:
     if out_bytes == 4:
         return WHOLE_FP32 if roomy else WHOLE_99K_FP32
     return WHOLE if roomy else WHOLE_99K
+
+
+def together(c: Config, out_bytes: int, roomy: bool) -> int:
+    """Programs that a multiprocessor's shared memory holds: stages of both operands, 128 bytes of each row, and the output."""
+    held = c.num_stages * (c["BM"] + c["BN"]) * 128 + c["BM"] * c["BN"] * out_bytes + 1024
+    return max(1, SHARED_LIMIT[90 if roomy else 120] // held)
 
 
 def shape_class(*sizes: int) -> tuple[int, ...]:
@@ -158,7 +165,7 @@ def offline_cases() -> list[Case]:
         rows = left == "fp8e4nv"
         constants = {"A_ROWS": rows, "B_ROWS": rows, "BAND": _BAND, "PROGRAMS": 132, **dict(c.blocks)}
         cases.append(Case(f"gemm_fp8 {name} {bm}x{bn}", _whole, types, constants, {cc: dot[cc] for cc in ccs}, c.num_warps,
-                          c.num_stages, quick=quick))  # fmt: skip
+                          c.num_stages, quick=quick, on="each" if rows and out == "bf16" else "one"))  # fmt: skip
     for square in (True, False):
         for big in (True, False):
             expects = {cc: dot[cc] for cc in ((90, 100) if big else (89, 120))}
@@ -167,5 +174,6 @@ def offline_cases() -> list[Case]:
                      "N": "i32", "K": "i32"}  # fmt: skip
             constants = {"B_SQUARE": square, "BM": 128, "BN": 128, "BAND": 8, "PROGRAMS": 132}
             cases.append(Case(f"gemm_fp8 {'128x128' if square else '1x128'} {'' if big else 'small'}".strip(), _tiled, types,
-                              constants, expects, 8, 4 if big else 2, quick=(90,) if big and square else ()))  # fmt: skip
+                              constants, expects, 8, 4 if big else 2, quick=(90,) if big and square else (),
+                              on="each" if square else "one"))  # fmt: skip
     return cases

@@ -142,7 +142,7 @@ def offline_cases() -> list[Case]:
     return [Case("gemm_grouped", _forward, forward, {"w_k": 1, "BM": 64, "BN": 128, "BK": 64}, wide, 4, 4),
             Case("gemm_grouped few rows", _forward, forward, {"w_k": 1, "BM": 16, "BN": 32, "BK": 128}, mma, 4, 4),
             Case("gemm_grouped fp32", _forward, forward | single, {"w_k": 1, "BM": 64, "BN": 128, "BK": 32}, ieee, 4, 4,
-                 quick=()),
+                 quick=(), on="one"),
             Case("gemm_grouped dW", _weight, weight, {"BN": 64, "BK": 64, "BT": 64}, wide, 4, 3, quick=()),
             Case("gemm_grouped rows", _group, group, {"EP": 128, "BM": 64, "BLOCK": 1024},
                  {cc: r"atom[.a-z]*\.shared[.a-z0-9]*add" for cc in wide}, odd=("R", "num_experts", "num_tiles"))]  # fmt: skip

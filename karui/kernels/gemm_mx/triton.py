@@ -159,8 +159,10 @@ def offline_cases() -> list[Case]:
             constants = {"FORMAT": number, "BAND": 8, **dict(c.blocks)}
             cases.append(Case(f"gemm_mx {form} scaled sm_{cc}{size}", _scaled, types, constants, {cc: native[form][cc]},
                               c.num_warps, c.num_stages, odd=("num_blocks",),
-                              quick=(cc,) if form == "nvfp4" and not size else ()))  # fmt: skip
+                              quick=(cc,) if form == "nvfp4" and not size else (),
+                              on="asked" if size and form != "nvfp4" else "each"))  # fmt: skip
         c = DECODED[0]
         cases.append(Case(f"gemm_mx {form} decoded", _decoded, types, {"FORMAT": number, "BAND": 8, **dict(c.blocks)}, decoded,
-                          c.num_warps, c.num_stages, odd=("num_blocks",), quick=(90,) if form == "nvfp4" else ()))  # fmt: skip
+                          c.num_warps, c.num_stages, odd=("num_blocks",), quick=(90,) if form == "nvfp4" else (),
+                          on="each" if form == "nvfp4" else "one"))  # fmt: skip
     return cases

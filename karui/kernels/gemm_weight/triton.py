@@ -600,7 +600,7 @@ def offline_cases() -> list[Case]:
     # the last pick of `_lookup_asm`
     prmt = {cc: r"prmt\.b32[^;]*(0x7351|29521)" for cc in bf16}
     # the chip's own conversion where it has one, integers before
-    e4m3 = bf16 | {cc: r"cvt\.rn\.f16x2\.e4m3x2" for cc in (90, 100, 120)}
+    e4m3 = {cc: r"cvt\.rn\.f16x2\.e4m3x2" for cc in (90, 100, 120)}
     odd = ("M", "steps", "num_groups", "R")
     cases = []
     for name, bits, form, zero, bk, lora, expects in [
@@ -608,32 +608,34 @@ def offline_cases() -> list[Case]:
         ("nf4 g64", 4, 1, False, 64, 0, prmt), ("mxfp4", 4, 4, False, 32, 0, prmt),
         ("ternary", 2, 0, False, 128, 0, bf16), ("int8", 8, 0, False, 128, 0, bf16),
         ("int2 g32 affine", 2, 0, True, 64, 0, bf16),
-        ("fp8", 8, 2, False, 128, 0, e4m3), ("nvfp4", 4, 3, False, 128, 0, prmt),
+        ("fp8", 8, 2, False, 128, 0, e4m3), ("fp8 by integers", 8, 2, False, 128, 0, {80: mma}),
+        ("nvfp4", 4, 3, False, 128, 0, prmt),
         ("nf4 lora", 4, 1, False, 64, 16, prmt), ("int4 lora", 4, 0, False, 64, 64, lop3),
         ("int4 g128 experts", 4, 0, False, 128, 0, lop3), ("nvfp4 experts", 4, 3, False, 128, 0, bf16),
         ("int8 fp32", 8, 0, False, 128, 0, tf32),
     ]:  # fmt: skip
         single = dict.fromkeys(("x_ptr", "a_ptr", "b_ptr", "low_ptr") if "fp32" in name else (), "*fp32")
         signature = types(_gemm, **single, **({"scale_ptr": "*u8"} if form > 2 else {}))
-        for cc, pattern in expects.items():
-            constants = {"MIDDLE": 2 ** (bits - 1) if form == 0 and not zero else 0, "BITS": bits, "FORM": form, "HARD": cc >= 89,
-                         "HIGH_FIRST": form == 1, "ZERO": zero, "SPREAD": "int2 g32" in name, "BIAS": False,
-                         "LORA": lora > 0, "PARTS": lora == 0, "GROUPED": "experts" in name,
-                         "BM": 64 if lora or "fp32" in name else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
-            quick = (90,) if name in ("int4 g128", "nf4 lora", "int4 g128 experts") else ()
-            cases.append(Case(f"gemm_weight {name} sm_{cc}", _gemm, signature, constants, {cc: pattern}, 4,
-                              2 if "fp32" in name else 4, odd, quick,
-                              reads=64 * bk if name in ("int8", "fp8") else 0))  # fmt: skip
+        constants = {"MIDDLE": 2 ** (bits - 1) if form == 0 and not zero else 0, "BITS": bits, "FORM": form,
+                     "HARD": name == "fp8", "HIGH_FIRST": form == 1, "ZERO": zero, "SPREAD": "int2 g32" in name, "BIAS": False,
+                     "LORA": lora > 0, "PARTS": lora == 0, "GROUPED": "experts" in name,
+                     "BM": 64 if lora or "fp32" in name else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
+        # most shapes of the other grids have their codes in words
+        each = name in ("int8", "fp8", "fp8 by integers", "nf4 lora", "int4 g128 experts", "nvfp4 experts")
+        cases.append(Case(f"gemm_weight {name}", _gemm, signature, constants, expects, 4, 2 if "fp32" in name else 4, odd,
+                          (90,) if name in ("int4 g128", "nf4 lora", "int4 g128 experts") else (), on="each" if each else "one",
+                          reads=64 * bk if name in ("int8", "fp8") else 0))  # fmt: skip
     shared = {"MIDDLE": 0, "BITS": 4, "FORM": 1, "HARD": False, "HIGH_FIRST": True, "ZERO": False}
     for lora in (0, 16):
         constants = shared | {"LORA": lora > 0, "BM": 64, "BN": 32, "BJ": 64, "BR": 16}
         cases.append(Case(f"gemm_weight dgrad nf4{' lora' if lora else ''}", _dgrad, types(_dgrad), constants, bf16, 4, 3, odd,
-                          () if lora else (90,)))  # fmt: skip
+                          (90,) if lora else (), on="each" if lora else "one"))  # fmt: skip
     cases.append(Case("gemm_weight dequantize nf4", _dequantize, types(_dequantize, y_ptr="*bf16"),
-                      shared | {"BN": 16, "BK": 512}, {cc: r"ld\.global" for cc in WIDE_LOADS}, odd=odd, quick=()))  # fmt: skip
+                      shared | {"BN": 16, "BK": 512}, {cc: r"ld\.global" for cc in WIDE_LOADS}, odd=odd, quick=(),
+                      on="one"))  # fmt: skip
     cases.append(Case("gemm_weight add parts", _add_parts, {"part_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
                       "size": "i32", "N": "i32", "num_parts": "i32"}, {"BIAS": True, "BLOCK": 1024}, dict(WIDE_LOADS),
-                      odd=("num_parts",), quick=()))  # fmt: skip
+                      odd=("num_parts",), quick=(), on="one"))  # fmt: skip
     rows = {**dict.fromkeys(("x_ptr", "codes_ptr", "scale_ptr", "sum_ptr"), "*bf16"), "stride_x": "i32", "K": "i32"}
     constants = {"FLOAT8": False, "VALUES": True, "SUM": False, "BLOCK": 4096}
     cases.append(Case("on_int8_rows", _code_rows, rows, constants, WIDE_LOADS, 8))
@@ -649,5 +651,6 @@ def offline_cases() -> list[Case]:
                      "PARTS": False, "GROUPED": grouped, "BM": 16, "BN": 64, "BK": 128}  # fmt: skip
         cases.append(Case(f"gemm_{'float8' if float8 else 'int8'} {bits} bit{' experts' if grouped else ''}", _gemm_codes,
                           whole | ({"x_ptr": "*u8"} if float8 else {}), constants, patterns, 4, 4, ("M", "steps"),
-                          (90,) if float8 else (), reads=64 * 128 * bits // 8))  # fmt: skip
+                          (90,) if float8 else (), on="one" if bits == 2 or grouped else "each",
+                          reads=64 * 128 * bits // 8))  # fmt: skip
     return cases

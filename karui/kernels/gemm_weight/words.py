@@ -444,6 +444,8 @@ def offline_cases() -> list[Case]:
         scales = (span // group) * ({0: 2, 1: 4}.get(form, 1) + zero) if group else 0
         cases.append(Case(f"gemm_weight words {name}", _gemm, signature, constants, bf16, warps, stages, odd,
                           (90,) if "few" in name or name == "nvfp4" else (),
+                          on="one" if name in ("int4 affine g32", "nf4") else
+                          "asked" if name in ("int4 g32", "int4 g128, 16 rows", "ternary", "int2 affine g32") else "each",
                           reads=bn * (span * bits // 8 + scales) if bm <= 16 else 0))  # fmt: skip
     signature = {n: (kinds | {"x_ptr": "*i8"})[n] for n in _gemm_codes.arg_names if n in kinds}
     constants = {"MIDDLE": 1, "SPAN": 512, "BIAS": False, "PARTS": False, "GROUPED": False, "BM": 8, "BN": 32}
@@ -453,5 +455,5 @@ def offline_cases() -> list[Case]:
     signature = {n: (kinds | {"y_ptr": "*bf16"})[n] for n in _dequantize.arg_names if n in kinds}
     constants = {"BITS": 4, "FORM": 0, "MIDDLE": 8, "SPAN": 256, "ZERO": False, "BN": 16}
     cases.append(Case("gemm_weight words dequantize int4", _dequantize, signature, constants,
-                      {cc: r"st\.global\.v[24]" for cc in bf16}, odd=("num_groups",), quick=()))  # fmt: skip
+                      {cc: r"st\.global\.v[24]" for cc in bf16}, odd=("num_groups",), quick=(), on="one"))  # fmt: skip
     return cases

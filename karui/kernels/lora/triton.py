@@ -134,5 +134,6 @@ def offline_cases() -> list[Case]:
                 kinds = {name: kind for name, kind in types.items() if name not in strides}
                 cases.append(Case(f"lora {step} rank {rank}{name}", _low_rank, kinds, constants, {cc: dot[cc] for cc in ccs},
                                   c.num_warps, c.num_stages, ("M", "R"),
-                                  quick=(90,) if big and (rank, step) == (16, "forward") else ()))  # fmt: skip
+                                  quick=(90,) if big and (rank, step) == (64, "forward") else (),
+                                  on="one" if rank == 16 else "each"))  # fmt: skip
     return cases

@@ -325,11 +325,13 @@ def offline_cases() -> list[Case]:
         wanted = f16 if query == "*bf16" else {90: r"mma\.sync[.a-z0-9]*tf32"}
         reads = 2 * bn * width * (bits + 1) // 8 if query == "*bf16" and split else 0
         cases.append(Case(f"kivi {name}", _attend, types, constants, wanted, 1 if bm <= 16 else 4, 2, odd,
-                          (90,) if name == "decode 4 bits" else (), reads=reads))  # fmt: skip
+                          (90,) if name == "decode 4 bits" else (),
+                          on="each" if name in ("decode 4 bits", "prefill 4 bits") else
+                          "one" if name == "decode 2 bits" else "asked", reads=reads))  # fmt: skip
         if split and width == 128 and query == "*bf16":
             kinds = {"slots_ptr": "*i32", "rows_ptr": "*i32", "keys_ptr": "*u8", "values_ptr": "*u8"}
             types = {n: kinds.get(n, "*fp16" if n.endswith("ptr") else "i32") for n in _code.arg_names if n.islower()}
             constants = {"BLOCK": 64, "BITS": bits, "Q": 32, "D": width, "DP": width, "GP": width // 32}
             cases.append(Case(f"kivi code {bits} bits", _code, types, constants, {cc: r"st\.global" for cc in WIDE_LOADS}, 4, 3,
-                              odd, ()))  # fmt: skip
+                              odd, (), on="asked" if bits == 4 else "one"))  # fmt: skip
     return cases

@@ -659,14 +659,16 @@ def offline_cases() -> list[Case]:
             wanted = tf32 if query == "*fp32" else halves if kind == 3 else bf16
             at = {cc: p for cc, p in wanted.items() if kind != 2 or words or (cc >= 89) == hard}
             quick = (90,) if name in ("decode int8", "decode int4", "verify 16 rows") else ()
+            each = name in ("decode bf16", "decode int8", "decode fp8", "decode int4", "prefill")
+            larger = name in ("widest tile int4", "int4, heads of 256") or "int4" not in name and name != "verify 8 rows fp8"
             cases.append(Case(f"paged_attention {name}{' by the chip' if hard else ''}", _attend, types, constants, at,
-                              1 if narrow else 4, stages, odd, quick,
+                              1 if narrow else 4, stages, odd, quick, on="each" if each else "one" if larger else "asked",
                               reads=2 * bn * key_bytes if name.startswith("decode") else 0))  # fmt: skip
     merged = {f"{n}_ptr": "*fp32" for n in ("part", "top", "sum")} | {"out_ptr": "*bf16", "size": "i32", "parts": "i32"}
     for parts, width in ((32, 128), (128, 256)):
         cases.append(Case(f"paged_attention merge {parts} parts", _merge, merged, {"PARTS": parts, "D": width, "DP": width},
                           {cc: r"ld\.global[.a-z]*\.v[24]" for cc in WIDE_LOADS}, 4 if parts == 32 else 8, 1, ("size", "parts"),
-                          ()))  # fmt: skip
+                          (), on="asked" if parts == 32 else "one"))  # fmt: skip
     strides = {n: "i32" for n in ("slot_stride", "head_stride", "scale_slot")}
     caches = {"slots_ptr": "*i32", "keys_ptr": "*u8", "values_ptr": "*u8", "key_scale_ptr": "*fp32", "value_scale_ptr": "*fp32"}
     write = {"k_ptr": "*bf16", "v_ptr": "*bf16", **caches, **{n: "i32" for n in ("k_token", "k_head", "v_token", "v_head")},
@@ -682,5 +684,6 @@ def offline_cases() -> list[Case]:
     for name, kind, dtype in (("bf16", 0, "*bf16"), ("int8", 1, "*i8"), ("fp8", 2, "*u8")):
         cases.append(Case(f"paged_attention enter {name}", _enter, entering | {"keys_ptr": dtype, "values_ptr": dtype},
                           {"A": 32, "G": 8, "NORM": kind < 2, "KIND": kind, "APART": False, "HALF": 64, "HP": 64},
-                          dict(WIDE_LOADS), 1, 3, ("scale_slot",), (90,) if kind == 2 else ()))  # fmt: skip
+                          dict(WIDE_LOADS), 1, 3, ("scale_slot",), (90,) if kind == 2 else (),
+                          on="each" if kind == 2 else "asked"))  # fmt: skip
     return cases

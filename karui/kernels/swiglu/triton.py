@@ -98,5 +98,6 @@ def offline_cases() -> list[Case]:
     two = {**one, "dy_ptr": "*bf16", "dgate_ptr": "*bf16", "dup_ptr": "*bf16"}
     return [Case("swiglu forward", _forward, one, {"BLOCK": _BLOCK}, WIDE_LOADS),
             Case("swiglu of halves", _halves, {"both_ptr": "*bf16", "out_ptr": "*bf16", "stride": "i32", "width": "i32"},
-                 {"BLOCK": _BLOCK}, WIDE_LOADS, quick=()),
-            Case("swiglu backward", _backward, two, {"AGAIN": True, "BLOCK": _BLOCK}, WIDE_LOADS, quick=())]  # fmt: skip
+                 {"BLOCK": _BLOCK}, WIDE_LOADS, quick=(), on="one"),
+            Case("swiglu backward", _backward, two, {"AGAIN": True, "BLOCK": _BLOCK}, WIDE_LOADS, quick=(),
+                 on="one")]  # fmt: skip

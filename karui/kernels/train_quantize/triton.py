@@ -224,14 +224,17 @@ def _code(x, R, C, row0, col0, codes_ptr, scale_ptr, given_ptr, seed, step_ptr, 
 
 
 # the keys of the noise differ from layer to layer: specialized by value, each kind would be compiled several times
-@triton.jit(do_not_specialize=["seed", "layer", "row_tensor", "col_seed", "col_layer", "col_tensor"])
-def _both(x_ptr, sign_ptr, row_codes_ptr, row_scale_ptr, row_given_ptr, col_codes_ptr, col_scale_ptr, col_given_ptr, M, K,
-          stride_m, stride_k, seed, step_ptr, layer, row_tensor, col_seed, col_step_ptr, col_layer, col_tensor,
+@triton.jit(do_not_specialize=["seed", "layer", "row_tensor", "col_seed", "col_layer", "col_tensor"],
+            do_not_specialize_on_alignment=["seen_ptr"])  # fmt: skip
+def _both(x_ptr, sign_ptr, row_codes_ptr, row_scale_ptr, row_given_ptr, col_codes_ptr, col_scale_ptr, col_given_ptr, seen_ptr,
+          M, K, stride_m, stride_k, seed, step_ptr, layer, row_tensor, col_seed, col_step_ptr, col_layer, col_tensor,
           FORMAT: tl.constexpr, SPAN: tl.constexpr, COMPAT: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr,
-          COLS: tl.constexpr, HADAMARD: tl.constexpr, ROW_NOISE: tl.constexpr, COL_NOISE: tl.constexpr, TM: tl.constexpr,
-          TK: tl.constexpr):  # fmt: skip
+          COLS: tl.constexpr, HADAMARD: tl.constexpr, ROW_NOISE: tl.constexpr, COL_NOISE: tl.constexpr, SEEN: tl.constexpr,
+          TM: tl.constexpr, TK: tl.constexpr):  # fmt: skip
     m0, k0 = tl.program_id(0) * TM, tl.program_id(1) * TK
     x = _load(x_ptr, m0, k0, stride_m, stride_k, M, K, TM, TK)
+    if SEEN:
+        tl.atomic_max(seen_ptr, tl.minimum(tl.max(tl.max(_bits(x), 1), 0), 0x7F800000))
     if ROWS:
         _code(x.to(tl.float32), M, K, m0, k0, row_codes_ptr, row_scale_ptr, row_given_ptr, seed, step_ptr, layer, row_tensor,
               TM, TK, FORMAT, SPAN, COMPAT, POW2, ROW_NOISE)  # fmt: skip
@@ -247,8 +250,8 @@ def _both(x_ptr, sign_ptr, row_codes_ptr, row_scale_ptr, row_given_ptr, col_code
 
 
 def quantize_both(x: torch.Tensor, kind: str, rows: bool, cols: bool, compat: str, power_of_two: bool | None,
-                  scale: torch.Tensor | None, hadamard: bool, row_noise: Noise | None,
-                  col_noise: Noise | None) -> tuple[Coded | None, Coded | None]:  # fmt: skip
+                  scale: torch.Tensor | None, hadamard: bool, row_noise: Noise | None, col_noise: Noise | None,
+                  seen: torch.Tensor | None = None) -> tuple[Coded | None, Coded | None]:  # fmt: skip
     """As `karui.kernels.train_quantize.quantize_both`."""
     M, K = x.shape
     form = kind.split("-")[0]
@@ -276,10 +279,10 @@ def quantize_both(x: torch.Tensor, kind: str, rows: bool, cols: bool, compat: st
                 _global_scale(amax, coded)
     outs = [t for coded, given in ((one, row_given), (other, col_given))
             for t in ((_bytes(coded.codes), _bytes(coded.scale), given) if coded is not None else (x, x, x))]  # fmt: skip
-    row_key, col_key = _key(row_noise, x.device), _key(col_noise, x.device)
-    _both[grid](x, signs, *outs, M, K, x.stride(0), x.stride(1), *row_key, *col_key, FORMAT=_FORMATS[form], SPAN=span,
-                COMPAT=_COMPATS[compat], POW2=pow2, ROWS=rows, COLS=cols, HADAMARD=hadamard, ROW_NOISE=row_noise is not None,
-                COL_NOISE=col_noise is not None, TM=TM, TK=TK,
+    row_key, col_key = _key(row_noise, x), _key(col_noise, x)
+    _both[grid](x, signs, *outs, x if seen is None else seen.view(torch.int32), M, K, *x.stride(), *row_key, *col_key,
+                FORMAT=_FORMATS[form], SPAN=span, COMPAT=_COMPATS[compat], POW2=pow2, ROWS=rows, COLS=cols, HADAMARD=hadamard,
+                ROW_NOISE=row_noise is not None, COL_NOISE=col_noise is not None, SEEN=seen is not None, TM=TM, TK=TK,
                 num_warps=8 if TM == 128 else 4)  # fmt: skip
     return one, other
 
@@ -347,17 +350,17 @@ def _signs(device: torch.device) -> torch.Tensor:
     return torch.tensor(SIGNS, dtype=torch.float32, device=device) / 4
 
 
-def _key(noise: Noise | None, device: torch.device) -> tuple[Any, ...]:
+def _key(noise: Noise | None, x: torch.Tensor) -> tuple[Any, ...]:
     if noise is None:
-        return 0, torch.zeros(1, dtype=torch.int64, device=device), 0, 0
+        return 0, x, 0, 0
     step = noise.step if isinstance(noise.step, torch.Tensor) else torch.tensor([noise.step], dtype=torch.int64)
-    return noise.seed, step.reshape(1).to(device), noise.layer, noise.tensor
+    return noise.seed, step.reshape(1).to(x.device), noise.layer, noise.tensor
 
 
 def offline_cases() -> list[Case]:
     signature = {"x_ptr": "*bf16", "sign_ptr": "*fp32", "row_codes_ptr": "*u8", "row_scale_ptr": "*u8", "row_given_ptr": "*i32",
-                 "col_codes_ptr": "*u8", "col_scale_ptr": "*u8", "col_given_ptr": "*i32", "M": "i32", "K": "i32",
-                 "stride_m": "i32",
+                 "col_codes_ptr": "*u8", "col_scale_ptr": "*u8", "col_given_ptr": "*i32", "seen_ptr": "*i32", "M": "i32",
+                 "K": "i32", "stride_m": "i32",
                  "seed": "i64", "step_ptr": "*i64", "layer": "i32", "row_tensor": "i32", "col_seed": "i64",
                  "col_step_ptr": "*i64", "col_layer": "i32", "col_tensor": "i32"}  # fmt: skip
     odd = ("seed", "layer", "row_tensor", "col_seed", "col_layer", "col_tensor")
@@ -371,10 +374,13 @@ def offline_cases() -> list[Case]:
             types |= {"row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32"}
         special = kind in ("nvfp4", "mxfp4")
         constants = {"FORMAT": form, "SPAN": span, "COMPAT": 0, "POW2": "128" in kind, "ROWS": True, "COLS": True,
-                     "HADAMARD": special, "ROW_NOISE": special, "COL_NOISE": special, "TM": tile, "TK": tile,
+                     "HADAMARD": special, "ROW_NOISE": special, "COL_NOISE": special, "SEEN": form > 1 or span > 0,
+                     "TM": tile, "TK": tile,
                      "stride_k": 1}  # fmt: skip
         cases.append(Case(f"train_quantize {kind}", _both, types, constants, WIDE_LOADS, num_warps=8 if tile == 128 else 4,
-                          odd=odd, quick=(90,) if kind in ("e4m3-1x128", "nvfp4") else ()))  # fmt: skip
+                          odd=odd, quick=(90,) if kind in ("e4m3-1x128", "nvfp4") else (),
+                          on="each" if kind in ("e4m3-1x128", "nvfp4") else
+                          "asked" if kind in ("e4m3-tensor", "e4m3-row", "nvfp4-16x16") else "one"))  # fmt: skip
     amax = {k: signature[k] for k in ("x_ptr", "sign_ptr", "M", "K", "stride_m")}
     amax |= {"tensor_ptr": "*i32", "turned_ptr": "*i32", "row_ptr": "*i32", "col_ptr": "*i32"}
     cases.append(Case("train_quantize amax", _amax, amax, {"TENSOR": True, "TURNED": True, "ROWS": True, "COLS": True, "TM": 64,
@@ -383,7 +389,7 @@ def offline_cases() -> list[Case]:
     scales = {"amax_ptr": "*i32", "encode_ptr": "*fp32", "decode_ptr": "*fp32", "size": "i32"}
     cases.append(Case("train_quantize scales", _given, scales,
                       {"MAX": 448.0, "COMPAT": 0, "POW2": False, "GIVEN": False, "BLOCK": 256},
-                      {cc: r"div\.rn\.f32" for cc in WIDE_LOADS}, odd=("size",), quick=()))  # fmt: skip
+                      {cc: r"div\.rn\.f32" for cc in WIDE_LOADS}, odd=("size",), quick=(), on="one"))  # fmt: skip
     cases.append(Case("train_quantize global scale", _global, {"amax_ptr": "*i32", "out_ptr": "*fp32"}, {},
-                      {cc: r"div\.rn\.f32" for cc in WIDE_LOADS}, quick=()))  # fmt: skip
+                      {cc: r"div\.rn\.f32" for cc in WIDE_LOADS}, quick=(), on="one"))  # fmt: skip
     return cases

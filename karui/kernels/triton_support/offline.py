@@ -1,10 +1,13 @@
 """Compile a kernel for a GPU that is not there, and look at what came out.
 
-    python -m karui.kernels.triton_support.offline --cc 90 [--only NAME] [--quick]     one JSON line per case
+    python -m karui.kernels.triton_support.offline [--all] [--quick] [--cc 90] [--only NAME]     one JSON line per case
 
 A `Case` is one specialization of a kernel and, per compute capability, a pattern that its PTX must hold. Every module with
 kernels lists its cases in `offline_cases()`; `MODULES` names the modules. Triton's wheel brings ptxas, so the result is
 machine code, and a kernel that asks for more shared memory than the chip has is caught here.
+
+Without a flag every kernel and format is compiled for each chip, and what else a kernel is specialized to for the chip with the
+least shared memory, as far as no other case asks for more (`chips`). That is what continuous integration runs.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from karui.configs.errors import KaruiError
 from karui.kernels.triton_support import interpreting
@@ -58,6 +61,8 @@ class Case:
         constexprs: value of each compile-time argument.
         expects: compute capability -> pattern (regex) that the PTX must hold; the keys are what the case is compiled for.
         odd: integer arguments that are not known to be multiples of 16 (pointers and all other integers are).
+        on: "each" chip, "one" where another case has the kernel's format and instructions on each, or only when "asked" where
+            another one has all of them and more shared memory; see `chips`.
         quick: the capabilities compiled in the default tests; the others are left to the slow ones.
         reads: bytes from memory that a pass of the main loop reads, for `count`; 0 leaves the case out.
     """
@@ -71,6 +76,7 @@ class Case:
     num_stages: int = 3
     odd: tuple[str, ...] = ()
     quick: tuple[int, ...] = (90,)
+    on: Literal["each", "one", "asked"] = "each"
     options: dict[str, Any] = field(default_factory=dict)
     reads: int = 0
 
@@ -144,16 +150,24 @@ def all_cases() -> list[Case]:
     return cases
 
 
+def chips(case: Case) -> list[int]:
+    """The capabilities that a case is compiled for without `--all`: 8.9 only where there is no 8.0, whose instructions it has;
+    where one is enough, that with the least shared memory."""
+    found = sorted(cc for cc in case.expects if cc != 89 or 80 not in case.expects)
+    return {"each": found, "one": [min(found, key=lambda cc: SHARED_LIMIT[cc])], "asked": []}[case.on]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cc", type=int, nargs="*", default=sorted(SHARED_LIMIT))
     parser.add_argument("--only", default="", help="a part of the cases' names")
+    parser.add_argument("--all", action="store_true", help="every case for every chip")
     parser.add_argument("--quick", action="store_true", help="only what the default tests compile")
     given = parser.parse_args(arguments)
     bad = 0
     for case in all_cases():
-        for cc in given.cc:
-            if given.only in case.name and cc in case.expects and (not given.quick or cc in case.quick):
+        for cc in case.expects if given.all else case.quick if given.quick else chips(case):
+            if given.only in case.name and cc in case.expects and cc in given.cc:
                 row = compile_case(case, cc)
                 bad += not row["ok"]
                 print(json.dumps(row), flush=True)

@@ -220,10 +220,19 @@ def test_a_step_in_low_precision(recipe, gpu):
     low.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     low.attach(optimizer)
-    y = model(torch.randn(20, 32, device="cuda", dtype=torch.float16))
-    y.float().square().mean().backward()
+    passed = [torch.randn(20, 32, device="cuda", dtype=torch.float16)]
+    for layer in model:
+        passed.append(layer(passed[-1]))
+        passed[-1].retain_grad()
+    also = model[0](passed[0])  # what has been coded is noted again
+    (passed[-1].float().square().mean() + 0 * also.sum()).backward()
+    # amaxes are noted as operands are coded, or in a pass of their own where a scale needs them
+    for i, seen in enumerate(low.state.staged.cpu()[:3]):
+        assert seen[0] == passed[i].abs().max().cpu() and seen[2] == passed[i + 1].grad.abs().max().cpu(), (i, seen)
     optimizer.step()
-    assert y.is_cuda and all(torch.isfinite(p.grad).all() for p in model.parameters())
+    assert passed[-1].is_cuda and all(torch.isfinite(p.grad).all() for p in model.parameters())
+    model[1](torch.full((4, 48), float("nan"), device="cuda", dtype=torch.float16))
+    assert low.state.nonfinite() == ["1 (input)"]
 
 
 @pytest.mark.parametrize(("config", "spec", "kv_dtype", "params"), [

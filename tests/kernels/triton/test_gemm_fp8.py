@@ -33,6 +33,15 @@ def test_mixed_elements_and_half_outputs(device, rng):
         assert (got.double() - want).abs().max() <= bound * want.abs().max()
 
 
+def test_small_tiles_share_a_multiprocessor():
+    from karui.kernels.gemm_fp8 import triton as kernel
+
+    # as compiled for sm_90: 163,872, 65,568 and 114,720 bytes, and 1,024 for each program, of 233,472
+    assert [kernel.together(c, 2, True) for c in kernel.TILED] == [1, 3, 2]
+    assert [kernel.together(c, 2, True) for c in kernel.WHOLE] == [1, 1, 2]
+    assert {kernel.together(c, 2, False) for c in (*kernel.TILED_99K, *kernel.WHOLE_99K)} == {1}
+
+
 def test_refusals(device):
     x = torch.ones(4, 128, device=device)
     with pytest.raises(KaruiError, match="do not go together"):

@@ -36,7 +36,18 @@ def test_every_case_of_the_quick_set():
 @pytest.mark.slow
 @pytest.mark.parametrize("cc", sorted(offline.SHARED_LIMIT))
 def test_every_case(cc):
-    check(compiled("--cc", str(cc)))
+    check(compiled("--all", "--cc", str(cc)))
+
+
+def test_each_kernel_is_compiled_and_products_for_every_chip_that_has_their_format():
+    wanted, made = {}, {}
+    for case in offline.all_cases():
+        name = case.kernel.fn.__module__, case.kernel.fn.__name__
+        made[name] = made.get(name, set()) | set(offline.chips(case))
+        assert set(offline.chips(case)) <= set(case.expects)
+        wanted[name] = wanted.get(name, set()) | {80 if cc == 89 else cc for cc, pattern in case.expects.items() if "mma" in pattern}
+    assert all(made.values())
+    assert all({80 if cc == 89 else cc for cc in made[name]} >= chips for name, chips in wanted.items())
 
 
 def test_every_kernel_that_is_launched_has_a_case():
