@@ -18,10 +18,11 @@ if not torch.cuda.is_available():
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-# Elsewhere property tests look for new examples; CI repeats the same ones, so that a red run means a changed project.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# Elsewhere property tests look for new examples; CI repeats the same ones, so that a red run means a changed project. How long an
+# example takes says how busy the machine is.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("local", deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -32,7 +32,7 @@ def same(a, b):
 @given(
     spec=st.sampled_from(SPECS), rows=st.integers(1, 5), groups=st.integers(1, 4), seed=st.integers(0, 10**6), zeros=st.booleans()
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_parts_come_back(spec, rows, groups, seed, zeros):
     parsed = QuantSpec.parse(spec)
     width = groups * (parsed.group_size or 7)
@@ -49,7 +49,7 @@ def test_parts_come_back(spec, rows, groups, seed, zeros):
 
 
 @given(bits=st.integers(2, 8), width=st.integers(1, 40), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_codes_come_back_through_the_independent_unpacker(bits, width, data):
     """Also codes no quantizer would produce together, at widths that end inside a byte."""
     spec = QuantSpec(format="int", bits=bits, granularity="channel")

@@ -40,7 +40,7 @@ def decoded(q, kind):
 
 
 @given(spec=st.sampled_from(sorted(EXACT)), rows=st.integers(1, 4), blocks=st.integers(1, 2), seed=st.integers(0, 10**6))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_blocks_hold_every_value_exactly(spec, rows, blocks, seed):
     w = torch.randn(rows, 256 * blocks, generator=torch.Generator().manual_seed(seed))
     q = quantize(w, QuantSpec.parse(spec))

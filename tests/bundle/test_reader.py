@@ -179,7 +179,7 @@ PIECES = ["..", ".", "a", "b.c", "", "~", "C:", "\\", "é"]
 
 @given(st.text(max_size=20) | st.lists(st.sampled_from(PIECES), max_size=6).map("/".join))
 @example("a/..")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_accepted_path_leaves_the_folder(name):
     try:
         check_inside(name)
@@ -216,7 +216,7 @@ def test_tied_groups_must_make_sense(bundle):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_fuzzed_manifests_never_crash(bundle, data):
     """Any value put anywhere is either read or refused with a KaruiError, never another exception."""
     path = bundle / "manifest.json"

@@ -83,7 +83,7 @@ def test_relative_error_is_what_the_bits_allow(spelling):
     assert 0 < error < bound
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 8), st.booleans(), st.sampled_from([8, 16, 32]), st.integers(0, 2**31), st.floats(1e-6, 1e4))
 @example(8, True, 8, 12200, 6903.6484375)
 def test_integer_codes_are_the_nearest_on_their_grid(bits, affine, group, seed, spread):
@@ -176,7 +176,7 @@ class TestBitsandbytes:
         assert torch.equal(nf4.dynamic_map(), self.functional.create_dynamic_map())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(1, 8), st.integers(1, 70), st.integers(1, 3), st.integers(0, 2**31))
 def test_pack_is_the_little_endian_bit_stream(bits, n, rows, seed):
     codes = torch.randint(0, 2**bits, (rows, n), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)

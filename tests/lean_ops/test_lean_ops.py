@@ -76,7 +76,7 @@ def test_frozen_linear_keeps_nothing_and_passes_the_gradient():
     assert kept == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), groups=st.sampled_from([(2, 2), (4, 2), (6, 2), (3, 1)]),
        seed=st.integers(0, 99))
 def test_document_attention_equals_the_dense_mask(lengths, groups, seed):
@@ -101,7 +101,7 @@ def test_document_attention_in_float64_takes_the_general_path():
     assert torch.allclose(document_attention(q, k, v, bounds, 0.3), attention_reference(q, k, v, bounds, 0.3).transpose(1, 2))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), window=st.none() | st.integers(1, 12), shared=st.booleans(),
        rotary=st.booleans(), value=st.sampled_from([8, 4]), cap=st.none() | st.floats(0.2, 5), sunk=st.booleans())
 def test_windows_caps_and_sinks_equal_the_dense_mask(lengths, window, shared, rotary, value, cap, sunk):

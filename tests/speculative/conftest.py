@@ -29,7 +29,7 @@ CHOICES: tuple[tuple[int, ...], ...] = (
 
 
 def tiny_config(vocab: int = 61) -> ModelConfig:
-    return ModelConfig(model_type="llama", vocab_size=vocab, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4,
+    return ModelConfig(model_type="llama", vocab_size=vocab, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4,
                        num_kv_heads=2, head_dim=8, norm_eps=1e-6, rope_theta=1e4, max_context=256, tied=True)
 
 

@@ -181,10 +181,9 @@ def test_a_long_prompt_does_not_keep_rounds_back(monkeypatch):
     """What the next call may take is judged by decoding steps: behind a prompt's step, drafts would go whole and one by one."""
     monkeypatch.setattr(engine_module, "AHEAD_S", 0.9)
     made, forwards = engine(CONFIGS["medusa"]), []
-    forward = made.runner.forward
-    made.runner.forward = lambda batch: (len(batch.tokens) > 1 and time.sleep(1.0)) or forwards.append(len(batch.tokens)) or forward(batch)
     said(made, prompts=PROMPTS[2:])
-    made._step_s, forwards[:] = 1e-3, []
+    made._step_s, forward = 1e-3, made.runner.forward
+    made.runner.forward = lambda batch: (len(batch.tokens) > 1 and time.sleep(1.0)) or forwards.append(len(batch.tokens)) or forward(batch)
     assert said(made, prompts=PROMPTS[:1]) == said(engine(), prompts=PROMPTS[:1])
     assert forwards == [len(PROMPTS[0])]
 

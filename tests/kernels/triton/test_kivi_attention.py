@@ -43,7 +43,7 @@ def test_steps_over_a_growing_cache(kv_dtype, width, window, dtype, heads, kv, d
         plan = Plan(batch.query_starts.to(device), batch.context_lens.to(device), batch.block_tables.to(device), BLOCK,
                     int(batch.query_starts.diff().max()))  # fmt: skip
         want = attend(store, 0, q.contiguous(), step, window)
-        for parts in (1, 2):
+        for parts in (1, 2) if rows == 2 else (1,):
             got = kivi_attention(q.contiguous(), cache, plan, page_rows, width**-0.5, window, parts)
             assert (got - want).abs().max() <= (2e-5 if exact else 2e-2) * want.abs().max(), (chunks, parts)
     assert cache.keys[[2, 0, 5, 8]].any((1, 2, 3)).all() and not cache.keys[7].any()
