@@ -110,9 +110,8 @@ def _kernel_codes(x: torch.Tensor, operand: Operand, compat: Compat) -> bool:
 
 
 def sees(x: torch.Tensor, operand: Operand, compat: Compat) -> bool:
-    """Whether coding `x` needs no amax and finds it on its way: on a GPU, where no scale is the whole tensor's."""
-    per_tensor = operand.format in ELEMENTS and operand.tile == "tensor"
-    return operand.format != "high" and not (per_tensor or operand.delayed) and _kernel_codes(x, operand, compat)
+    """Whether coding `x` takes no amax and finds it on its way: on a GPU, where the scale is no older one."""
+    return operand.format != "high" and not operand.delayed and _kernel_codes(x, operand, compat)
 
 
 def encode_by_kernel(x: torch.Tensor, operand: Operand, *, compat: Compat, amax: torch.Tensor | None = None,

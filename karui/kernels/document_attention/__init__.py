@@ -63,7 +63,7 @@ def document_attention(
         from karui.kernels.document_attention.triton import DocumentAttention
 
         if rotary:
-            q, k = (rope(x[0].transpose(0, 1), *rotary, backend).transpose(0, 1).unsqueeze(0) for x in (q, k))
+            q, k = (rope(x.squeeze(0).transpose(0, 1), *rotary, backend).transpose(0, 1).unsqueeze(0) for x in (q, k))
         return DocumentAttention.apply(q, k, v, cu_seqlens, scaling, shared, window, sinks, softcap)
     bounds = cu_seqlens.tolist()
     if window is not None and _longest(bounds, shared) <= window:

@@ -12,6 +12,7 @@ Legend: T tokens, D head_dim, BM queries and BN keys a tile. Scores, sinks and t
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -37,6 +38,34 @@ def tiles(cu_seqlens: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
     first = starts[document] + (number - (last - counts)[document]) * block
     table = torch.stack([starts[document], ends[document], first], 1)
     return torch.where(known.unsqueeze(1), table, torch.zeros_like(table)).to(torch.int32)
+
+
+class Documents:
+    """cu_seqlens in int32 on `device`, and the tables of their tiles, each made once."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, tokens: int, device: torch.device) -> None:
+        self.cu, self._tokens = cu_seqlens.to(device, torch.int32), tokens
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def tiles(self, block: int) -> torch.Tensor:
+        if block not in self._tables:
+            self._tables[block] = tiles(self.cu, self._tokens, block)
+        return self._tables[block]
+
+
+_last: tuple[weakref.ref[torch.Tensor], tuple[Any, ...], Documents] | None = None
+
+
+def documents(cu_seqlens: torch.Tensor, tokens: int, device: torch.device) -> Documents:
+    """The documents of `cu_seqlens`: those of the call before if it is that tensor, unchanged, as it is in all layers of a step,
+    each of which would launch some forty small kernels for its tables."""
+    global _last
+    if cu_seqlens.is_inference():  # such tensors do not count their changes
+        return Documents(cu_seqlens, tokens, device)
+    mark = cu_seqlens._version, tokens, device
+    if _last is None or _last[0]() is not cu_seqlens or _last[1] != mark:
+        _last = weakref.ref(cu_seqlens), mark, Documents(cu_seqlens, tokens, device)
+    return _last[2]
 
 
 @triton.jit
@@ -204,38 +233,39 @@ class DocumentAttention(torch.autograd.Function):
         window: int | None, sinks: torch.Tensor | None, softcap: float | None,
     ) -> torch.Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        cu = cu.to(q.device, torch.int32)
         heads, tokens, width = q.shape[1:]
+        held = documents(cu, tokens, q.device)
         out = torch.empty(1, tokens, heads, width, dtype=q.dtype, device=q.device)
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
         bm, bn, warps, stages = _blocks(q)
-        table = tiles(cu, tokens, bm)
+        table = held.tiles(bm)
         flags = {"SHARED": shared, "WINDOW": window is not None, "CAP": softcap is not None}
         numbers = *_strides(q, k, v), tokens, window or 0, scaling * _LOG2E, (softcap or 1.0) * _LOG2E
         level = lse if sinks is None else sinks.detach().float() * _LOG2E
         if tokens:
             _forward[(table.shape[0], heads)](
-                q, k, v, out, lse, level, table, cu, *numbers, HEADS=heads, GROUP=heads // k.shape[1], D=width,
+                q, k, v, out, lse, level, table, held.cu, *numbers, HEADS=heads, GROUP=heads // k.shape[1], D=width,
                 DP=triton.next_power_of_2(width), BM=bm, BN=bn, SINKS=sinks is not None, **flags, num_warps=warps,
                 num_stages=stages,
             )  # fmt: skip
-        ctx.save_for_backward(q, k, v, sinks, out, lse, cu)
-        ctx.how = numbers, scaling, flags
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.how = numbers, scaling, flags, held
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, out, lse, cu = ctx.saved_tensors
-        numbers, scaling, flags = ctx.how
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        numbers, scaling, flags, held = ctx.how
+        cu = held.cu
         dout = grads[0].contiguous()
         (heads, tokens, width), kv_heads = q.shape[1:], k.shape[1]
         dq, dk, dv = (torch.empty(1, tokens, x.shape[1], width, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        delta = torch.zeros_like(lse)
+        delta = torch.empty_like(lse)
         if tokens:
             padded = triton.next_power_of_2(width)
             _delta[(tokens, heads)](out, dout, delta, tokens, HEADS=heads, D=width, DP=padded, num_warps=1)
             block = _backward_block(q)
-            table = tiles(cu, tokens, block)
+            table = held.tiles(block)
             common = {"HEADS": heads, "GROUP": heads // kv_heads, "D": width, "DP": padded, "BM": block, "BN": block,
                       **flags, "num_warps": 4, "num_stages": 2}  # fmt: skip
             starts = _starts(cu, tokens) if flags["SHARED"] and flags["WINDOW"] else cu

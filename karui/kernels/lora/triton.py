@@ -135,5 +135,5 @@ def offline_cases() -> list[Case]:
                 cases.append(Case(f"lora {step} rank {rank}{name}", _low_rank, kinds, constants, {cc: dot[cc] for cc in ccs},
                                   c.num_warps, c.num_stages, ("M", "R"),
                                   quick=(90,) if big and (rank, step) == (64, "forward") else (),
-                                  on="one" if rank == 16 else "each"))  # fmt: skip
+                                  on="asked" if rank == 16 else "each"))  # fmt: skip
     return cases

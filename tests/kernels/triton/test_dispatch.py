@@ -134,6 +134,28 @@ def test_a_step_under_autocast_as_the_trainer_runs_it(adapted, gpu, autocast_her
             assert (p.grad.cpu() - grads[name]).norm() <= 2e-2 * grads[name].norm() + 1e-3, name
 
 
+def test_all_layers_of_a_step_take_one_table_of_tiles(gpu, monkeypatch):
+    from karui.kernels.document_attention import document_attention, triton
+
+    made, real = [], triton.tiles
+    monkeypatch.setattr(triton, "tiles", lambda *args: made.append(args) or real(*args))
+    x = torch.randn(1, 2, 9, 16, device="cuda", dtype=torch.float16, requires_grad=True)
+    cu = torch.tensor([0, 4, 9], device="cuda")
+
+    def step(cu):
+        return torch.autograd.grad(sum(document_attention(x, x, x, cu, 0.3).float().square().sum() for _ in range(2)), x)[0]
+
+    first = step(cu)
+    assert [block for _, _, block in made] == [128, 64]  # forward's and backward's
+    cu[1] = 6
+    second = step(cu)
+    assert len(made) == 4 and not torch.equal(first, second)
+    assert torch.equal(step(cu.clone()), second) and len(made) == 6
+    with torch.inference_mode():
+        document_attention(x, x, x, cu + 0, 0.3)
+    assert len(made) == 7
+
+
 def test_targets_are_checked_without_waiting(gpu):
     from karui.kernels.cross_entropy import linear_cross_entropy
 
