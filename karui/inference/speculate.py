@@ -167,6 +167,8 @@ def _decodes(s: Tokens) -> bool:
 
 
 def _sampler(live: Live) -> Any:
-    if live.params.greedy:
+    """What a draft is drawn with; None: it is the likeliest tokens. So it is for a request with a seed, though fewer are accepted:
+    whether there was a draft, which timings decide, would else change what the seed brings."""
+    if live.params.greedy or live.params.seed is not None:
         return None
     return lambda logits: distribution(np.asarray(logits.cpu()), live.params, live.group.prompt, live.output_tokens)

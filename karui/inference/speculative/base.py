@@ -12,7 +12,7 @@ How an engine drives a proposer (one proposer per request, made by `factory.Spec
     5. The accepted nodes' KV lie at rows 1 + path[i]; `runner.copy_slots` compacts them behind the root (a chain needs none).
 
 Because step 4 draws what plain decoding would have drawn, a draft without `q` gives token for token the plain output, greedy
-and sampled alike. A draft with `q` (draft model, sampled) keeps the distribution, not the individual tokens.
+and sampled alike. A draft with `q` (draft model, sampled without a seed) keeps the distribution, not the individual tokens.
 
 Where the runner can decode several rounds in one call (`NativeRunner.decode`), a proposer that has `native` (its method and its
 fields for kernels/native/rounds.h) hands its state over with `lend` and gets it back with `take_back`: steps 1 to 5 happen there.
@@ -76,7 +76,7 @@ class Context:
         limit: most nodes the engine will verify in this step (its budget and the context's length considered).
         seed: the request's seed.
         distribution: the request's own sampler as a function from raw logits [V] to probabilities [V] (temperature, top-k,
-            top-p); None when the request is greedy.
+            top-p); None when the request is greedy or has a seed.
         depth: tokens that can still be accepted before the request's own limit; a deeper draft is wasted work.
     """
 

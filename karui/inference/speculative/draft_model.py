@@ -64,7 +64,8 @@ def check_vocabulary(target: Mapping[str, int] | int, draft: Mapping[str, int] |
 
 
 class DraftModelProposer:
-    """Drafts `k` tokens one by one: the drafter's argmax for a greedy request, draws from its processed distribution else."""
+    """Drafts `k` tokens one by one: the drafter's argmax for a request that is greedy or has a seed, draws from its processed
+    distribution else."""
 
     needs_hidden = False
     aux_layers: tuple[int, ...] = ()

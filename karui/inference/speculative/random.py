@@ -2,7 +2,7 @@
 
 A stateful generator would make a request's sample depend on how many numbers its neighbours in the batch drew, or on how
 many drafts were rejected before it. Here every position owns its numbers, so a sampled answer is the same alone, batched,
-preempted or speculated.
+preempted or speculated. A draft model's own draws, for a request without a seed, keep its distribution instead.
 """
 
 from __future__ import annotations
