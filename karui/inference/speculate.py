@@ -167,7 +167,7 @@ def _decodes(s: Tokens) -> bool:
 
 
 def _sampler(live: Live) -> Any:
-    """What a draft is drawn with; None: it is the likeliest tokens. So it is for a request with a seed, though fewer are accepted:
+    """What a draft is drawn with; None: it is the likeliest tokens. So it is where there is a seed, though fewer are accepted:
     whether there was a draft, which timings decide, would else change what the seed brings."""
     if live.params.greedy or live.params.seed is not None:
         return None
