@@ -16,13 +16,14 @@ import triton.language as tl
 
 from karui.kernels.quantize.nvfp4 import SIGNS
 from karui.kernels.train_quantize import Coded, Noise, tile_of
+from karui.kernels.triton_support import capability
 from karui.kernels.triton_support.codecs import (
     decode_e4m3,
     e8m0_value,
     encode_e2m1,
     encode_e2m1_noisy,
     encode_e4m3,
-    encode_e5m2,
+    float8_bytes,
     noise_tile,
 )
 from karui.kernels.triton_support.offline import WIDE_LOADS, Case
@@ -85,8 +86,10 @@ def _float8_scales(amax, MAX: tl.constexpr, COMPAT: tl.constexpr, POW2: tl.const
     if COMPAT == 0:
         scale = tl.minimum(tl.div_rn(MAX, amax), 3.4028234663852886e38)
         scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
-        if POW2:
-            scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        if POW2:  # whose inverse takes no division; that of 2^127 is subnormal
+            power = scale.to(tl.int32, bitcast=True) & 0x7F800000
+            inverse = tl.where(power == 0x7F000000, 0x400000, 0x7F000000 - power)
+            return power.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
         return scale, tl.div_rn(1.0, scale)
     elif COMPAT == 1:
         wide = amax.to(tl.float64)
@@ -168,7 +171,7 @@ def _store_scales(scale, ptr, row0, block0, R, num_blocks, ROWS: tl.constexpr, B
 @triton.jit
 def _code(x, R, C, row0, col0, codes_ptr, scale_ptr, given_ptr, seed, step_ptr, layer, tensor, ROWS: tl.constexpr,
           COLS: tl.constexpr, FORMAT: tl.constexpr, SPAN: tl.constexpr, COMPAT: tl.constexpr, POW2: tl.constexpr,
-          NOISY: tl.constexpr):  # fmt: skip
+          HARD: tl.constexpr, NOISY: tl.constexpr):  # fmt: skip
     """Code one tile x [ROWS, COLS] fp32 of a matrix [R, C] along its rows and store codes and scales.
 
     given_ptr: fp8 per tensor or row, the encode scales; nvfp4, the bits of the amax.
@@ -211,10 +214,8 @@ def _code(x, R, C, row0, col0, codes_ptr, scale_ptr, given_ptr, seed, step_ptr, 
             multiplier = tl.where(amax == 0, 3.4028234663852886e38, multiplier)
             scaled = x * _spread(multiplier, ROWS, BLOCKS, BLOCK)
             _store_scales(code.to(tl.uint8), scale_ptr, row0, col0 // BLOCK, R, num_blocks, ROWS, BLOCKS, BLOCK, SQUARE)
-    if FORMAT == 1:
-        codes = encode_e5m2(scaled)
-    elif FORMAT <= 2:
-        codes = encode_e4m3(scaled)
+    if FORMAT <= 2:
+        codes = float8_bytes(scaled, FORMAT == 1, HARD)
     elif NOISY:
         noise = noise_tile(seed, tl.load(step_ptr).to(tl.int32), layer, tensor, row0, col0, C, ROWS, COLS)
         codes = encode_e2m1_noisy(scaled, noise)
@@ -230,14 +231,14 @@ def _both(x_ptr, sign_ptr, row_codes_ptr, row_scale_ptr, row_given_ptr, col_code
           M, K, stride_m, stride_k, seed, step_ptr, layer, row_tensor, col_seed, col_step_ptr, col_layer, col_tensor,
           FORMAT: tl.constexpr, SPAN: tl.constexpr, COMPAT: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr,
           COLS: tl.constexpr, HADAMARD: tl.constexpr, ROW_NOISE: tl.constexpr, COL_NOISE: tl.constexpr, SEEN: tl.constexpr,
-          TM: tl.constexpr, TK: tl.constexpr):  # fmt: skip
+          HARD: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr):  # fmt: skip
     m0, k0 = tl.program_id(0) * TM, tl.program_id(1) * TK
     x = _load(x_ptr, m0, k0, stride_m, stride_k, M, K, TM, TK)
     if SEEN:
         tl.atomic_max(seen_ptr, tl.minimum(tl.max(tl.max(_bits(x), 1), 0), 0x7F800000))
     if ROWS:
         _code(x.to(tl.float32), M, K, m0, k0, row_codes_ptr, row_scale_ptr, row_given_ptr, seed, step_ptr, layer, row_tensor,
-              TM, TK, FORMAT, SPAN, COMPAT, POW2, ROW_NOISE)  # fmt: skip
+              TM, TK, FORMAT, SPAN, COMPAT, POW2, HARD, ROW_NOISE)  # fmt: skip
     if COLS:
         if HADAMARD:
             turned = _turned(x, sign_ptr, TM, TK)
@@ -246,7 +247,7 @@ def _both(x_ptr, sign_ptr, row_codes_ptr, row_scale_ptr, row_given_ptr, col_code
         else:
             turned = tl.trans(x).to(tl.float32)
         _code(turned, K, M, k0, m0, col_codes_ptr, col_scale_ptr, col_given_ptr, col_seed, col_step_ptr, col_layer,
-              col_tensor, TK, TM, FORMAT, SPAN, COMPAT, POW2, COL_NOISE)  # fmt: skip
+              col_tensor, TK, TM, FORMAT, SPAN, COMPAT, POW2, HARD, COL_NOISE)  # fmt: skip
 
 
 def quantize_both(x: torch.Tensor, kind: str, rows: bool, cols: bool, compat: str, power_of_two: bool | None,
@@ -282,7 +283,8 @@ def quantize_both(x: torch.Tensor, kind: str, rows: bool, cols: bool, compat: st
     row_key, col_key = _key(row_noise, x), _key(col_noise, x)
     _both[grid](x, signs, *outs, x if seen is None else seen.view(torch.int32), M, K, *x.stride(), *row_key, *col_key,
                 FORMAT=_FORMATS[form], SPAN=span, COMPAT=_COMPATS[compat], POW2=pow2, ROWS=rows, COLS=cols, HADAMARD=hadamard,
-                ROW_NOISE=row_noise is not None, COL_NOISE=col_noise is not None, SEEN=seen is not None, TM=TM, TK=TK,
+                ROW_NOISE=row_noise is not None, COL_NOISE=col_noise is not None, SEEN=seen is not None,
+                HARD=x.is_cuda and capability(x.device) >= 89, TM=TM, TK=TK,
                 num_warps=8 if TM == 128 else 4)  # fmt: skip
     return one, other
 
@@ -375,12 +377,15 @@ def offline_cases() -> list[Case]:
         special = kind in ("nvfp4", "mxfp4")
         constants = {"FORMAT": form, "SPAN": span, "COMPAT": 0, "POW2": "128" in kind, "ROWS": True, "COLS": True,
                      "HADAMARD": special, "ROW_NOISE": special, "COL_NOISE": special, "SEEN": form > 1 or span > 0,
-                     "TM": tile, "TK": tile,
-                     "stride_k": 1}  # fmt: skip
-        cases.append(Case(f"train_quantize {kind}", _both, types, constants, WIDE_LOADS, num_warps=8 if tile == 128 else 4,
-                          odd=odd, quick=(90,) if kind in ("e4m3-1x128", "nvfp4") else (),
-                          on="each" if kind in ("e4m3-1x128", "nvfp4") else
-                          "asked" if kind in ("e4m3-tensor", "e4m3-row", "nvfp4-16x16") else "one"))  # fmt: skip
+                     "TM": tile, "TK": tile, "stride_k": 1}  # fmt: skip
+        own = {cc: r"cvt\.rn\.satfinite\.e4m3x2\.f32" for cc in (90, 100, 120)}
+        ways = ((" by the chip", True, own), ("", False, {80: WIDE_LOADS[80]})) if form <= 2 else (("", False, WIDE_LOADS),)
+        for name, hard, expects in ways:
+            cases.append(Case(f"train_quantize {kind}{name}", _both, types, constants | {"HARD": hard}, expects,
+                              num_warps=8 if tile == 128 else 4, odd=odd, quick=(90,) if kind in ("e4m3-1x128", "nvfp4") else (),
+                              reads=4 * tile * tile if kind == "e4m3-1x128" else 0,  # and writes
+                              on="each" if kind in ("e4m3-1x128", "nvfp4") else
+                              "asked" if kind in ("e4m3-tensor", "e4m3-row", "nvfp4-16x16") else "one"))  # fmt: skip
     amax = {k: signature[k] for k in ("x_ptr", "sign_ptr", "M", "K", "stride_m")}
     amax |= {"tensor_ptr": "*i32", "turned_ptr": "*i32", "row_ptr": "*i32", "col_ptr": "*i32"}
     cases.append(Case("train_quantize amax", _amax, amax, {"TENSOR": True, "TURNED": True, "ROWS": True, "COLS": True, "TM": 64,

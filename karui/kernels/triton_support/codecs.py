@@ -1,13 +1,29 @@
 """Small floats inside kernels, in integers: the same codes from the interpreter, from every GPU and from `quantize.elements`.
 
-The hardware's own conversions begin with sm_89 and differ in NaN and saturation; Triton's interpreter drops the carry of
-fp32 -> fp8 (7.93 becomes 4.0). These need neither. Codes are int32 0..255 (E2M1: 0..15); the sign is the top used bit.
+The hardware's own conversions begin with sm_89 and differ in NaN's sign; Triton's interpreter drops the carry of fp32 -> fp8
+(7.93 becomes 4.0). These need neither. Codes are int32 0..255 (E2M1: 0..15); the sign is the top used bit. `float8_bytes` takes
+the hardware's conversion where there is one: seven instructions for four values, not ten for each.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from karui.kernels.triton_support import interpreting
+
+_INTERPRETED = tl.constexpr(interpreting())
+
+
+def _float8_asm(element: str) -> str:
+    """Four fp32 in $1 to $4 -> their bytes in $0, saturated, NaN as 0x7F; the signs are set once more, for NaN's."""
+    lines = [".reg .b16 l, h;", ".reg .b32 t, s, u;", f"cvt.rn.satfinite.{element}x2.f32 l, $2, $1;",
+             f"cvt.rn.satfinite.{element}x2.f32 h, $4, $3;", "mov.b32 t, {l, h};", "prmt.b32 s, $1, $2, 0x0073;",
+             "prmt.b32 u, $3, $4, 0x0073;", "prmt.b32 s, s, u, 0x5410;", "lop3.b32 $0, s, 0x80808080, t, 0xea;"]  # fmt: skip
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_E4M3_ASM, _E5M2_ASM = tl.constexpr(_float8_asm("e4m3")), tl.constexpr(_float8_asm("e5m2"))
 
 
 @triton.jit
@@ -31,6 +47,18 @@ def encode_e5m2(x):
     small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
     code = tl.minimum(tl.where(size < 0x38800000, small, normal), 0x7B)
     return tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def float8_bytes(x, E5M2: tl.constexpr, HARD: tl.constexpr):
+    """fp32 -> E4M3 or E5M2 as uint8, the bits of `encode_e4m3` and `encode_e5m2`. HARD: by the chip's own conversion."""
+    if HARD and not _INTERPRETED:
+        return tl.inline_asm_elementwise(_E5M2_ASM if E5M2 else _E4M3_ASM, "=r,r,r,r,r", [x.to(tl.int32, bitcast=True)],
+                                         dtype=tl.uint8, is_pure=True, pack=4)  # fmt: skip
+    elif E5M2:
+        return encode_e5m2(x).to(tl.uint8)
+    else:
+        return encode_e4m3(x).to(tl.uint8)
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""What a kernel's main loop can take in, by count of its machine code: a bound where no GPU can time it.
+"""What a kernel's main loop can take in, by count of its machine code: a bound where no GPU can time it. One without products
+is counted whole.
 
     python -m karui.kernels.triton_support.count [--cc 90] [--only NAME]     one line per case that says what its loop reads
 
@@ -23,8 +24,8 @@ from karui.kernels.triton_support.offline import Case, all_cases, compile_for
 MEMORY = 4.8e12 / 132 / 1.755e9  # bytes a cycle and multiprocessor of an H200: 4.8 TB/s, 132 of them, 1.755 GHz
 
 
-def loops(cubin: bytes) -> list[list[str]]:
-    """The instructions of each loop of a kernel's machine code that holds no other loop.
+def loops(cubin: bytes) -> tuple[list[str], list[list[str]]]:
+    """The instructions of a kernel's machine code, and those of each of its loops that holds no other loop.
 
     Raises:
         UnsupportedError: this Triton brings no `nvdisasm`.
@@ -49,14 +50,15 @@ def loops(cubin: bytes) -> list[list[str]]:
              if (target := re.match(r"BRA.*`\((\.L_\w+)\)", line))]  # fmt: skip
     back = [(first, last) for first, last in jumps if first <= last]
     inner = [(a, b) for a, b in back if not any((c, d) != (a, b) and a <= c and d <= b for c, d in back)]
-    return [code[first : last + 1] for first, last in inner]
+    return code, [code[first : last + 1] for first, last in inner]
 
 
 def main_loop(case: Case, cc: int) -> list[str]:
-    """The instructions of a case's first loop with a tensor core's instruction."""
+    """The instructions of a case's first loop with a tensor core's instruction, or all of them."""
     made = compile_for(case.kernel, case.signature, case.constexprs, cc, num_warps=case.num_warps, num_stages=case.num_stages,
                        odd=case.odd, **case.options)  # fmt: skip
-    return next(loop for loop in loops(made.cubin) if any(re.match(r"[HIQ]G?MMA", line) for line in loop))
+    code, found = loops(made.cubin)
+    return next((loop for loop in found if any(re.match(r"[HIQ]G?MMA", line) for line in loop)), code)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,9 +1,11 @@
 """The inline assembly of `gemm_weight`, which neither the interpreter nor an absent GPU runs, read instruction by instruction.
 
 `run` follows the PTX manual for the few instructions that the blocks hold: shl, shr, and, xor, mul, mov, fma of bf16 and fp16 pairs, lop3 with
-0xea = (a & b) | c or 0xe4 = (a & c) | (b & ~c), and prmt in its default mode, where a selector's digit is 0..7, with its fourth bit set the sign of that byte eight times.
+0xea = (a & b) | c or 0xe4 = (a & c) | (b & ~c), prmt in its default mode, where a selector's digit is 0..7, with its fourth bit set the sign of that byte eight times,
+and cvt to pairs of FP8, the second value below, NaN as 0x7f.
 """
 
+import math
 import random
 import re
 import struct
@@ -16,8 +18,9 @@ pytest.importorskip("triton")
 from karui.kernels.gemm_weight import triton as kernels
 from karui.kernels.gemm_weight import words
 from karui.kernels.paged_attention import triton as attention
-from karui.kernels.quantize.elements import E2M1, values
+from karui.kernels.quantize.elements import E2M1, E4M3, E5M2, encode, values
 from karui.kernels.quantize.nf4 import CODEBOOK
+from karui.kernels.triton_support import codecs
 
 E2M1_VALUES = values(E2M1).tolist()
 NF4_VALUES = torch.tensor(CODEBOOK).to(torch.bfloat16).tolist()
@@ -61,6 +64,10 @@ def run(assembly, *words, first=4, lane=31):
         if line.startswith(".reg"):
             continue
         name, kind, arguments = re.fullmatch(r"(\w+)\.(\S+) (.*);", line).groups()
+        if "{" in arguments:  # two halves
+            to, low, high = re.fullmatch(r"(\w+), {(\w+), (\w+)}", arguments).groups()
+            held[to] = held[high] << 16 | held[low]
+            continue
         to, *given = arguments.split(", ")
         a, b, c, table = (list(map(value, given)) + [0] * 4)[:4]
         if name == "mov":
@@ -77,6 +84,11 @@ def run(assembly, *words, first=4, lane=31):
             out = a ^ b
         elif name == "fma":
             out = fma(a, b, c) if kind == "rn.bf16x2" else fma16(a, b, c)
+        elif name == "cvt":
+            element = {"rn.satfinite.e4m3x2.f32": E4M3, "rn.satfinite.e5m2x2.f32": E5M2}[kind]
+            x = torch.tensor([b, a], dtype=torch.int64).to(torch.uint32).view(torch.float32)
+            low, high = encode(x, element).where(~x.isnan(), 0x7F).tolist()
+            out = high << 8 | low
         elif name == "lop3":
             assert table in (0xEA, 0xE4)
             out = (a & b) | c if table == 0xEA else (a & c) | (b & ~c)
@@ -138,6 +150,17 @@ def test_every_place_of_two_words_of_keys(name):
                 assert got == [value(codes[i + place]), value(codes[i + 4 + place])]
 
 
+@pytest.mark.parametrize(("name", "element"), [("_E4M3_ASM", E4M3), ("_E5M2_ASM", E5M2)])
+def test_four_values_by_the_chips_own_conversion(name, element):
+    draw = random.Random(0)
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 448.0, -464.0, 470.0, 1e9, -1e-9, 2.0**-10, 57344.0, -61440.0]
+    for _ in range(100):
+        x = torch.tensor([draw.choice(special) if draw.random() < 0.3 else draw.gauss(0, 1) * 2.0 ** draw.randrange(-18, 18) for _ in range(4)])
+        (out,) = run(getattr(codecs, name).value, *x.view(torch.uint32).tolist(), first=1)
+        want = encode(x, element).where(~x.isnan(), 0x7F | x.signbit().byte() << 7)  # NaN as torch's cast has it
+        assert list(out.to_bytes(4, "little")) == want.tolist()
+
+
 @pytest.mark.parametrize("bits", [4, 2])
 def test_every_place_of_words_of_a_cache(bits):
     """code / 2 * step + min in fp16: of 4 bits rounded once, of 2 bits twice."""
@@ -174,10 +197,10 @@ def test_a_zero_point_leaves_and_a_scale_comes_exactly():
             assert [bf16(out & 0xFFFF), bf16(out >> 16)] == [E2M1_VALUES[code] * scale, -6 * scale]
 
 
-@pytest.mark.parametrize("name", ["_ASM", "_NF4_ASM", "_E2M1_ASM", *WORDS, "_CODES2", "_INT4", "_INT2", "_LESS0", "_LESS6", "_TIMES", "_INT8", "_E4M3", "_HALVES4", "_HALVES2"])
+@pytest.mark.parametrize("name", ["_ASM", "_NF4_ASM", "_E2M1_ASM", *WORDS, "_CODES2", "_INT4", "_INT2", "_LESS0", "_LESS6", "_TIMES", "_INT8", "_E4M3", "_HALVES4", "_HALVES2", "_E4M3_ASM", "_E5M2_ASM"])
 def test_inputs_are_read_before_an_output_is_written(name):
     """Nothing keeps a compiler from giving an output the register of an input."""
-    home = next(module for module in (words, attention, kernels) if hasattr(module, name))
+    home = next(module for module in (words, attention, kernels, codecs) if hasattr(module, name))
     lines = getattr(home, name).value.strip("{}\n").split("\n")
     read = [re.findall(r"\$(\d+)", line.split(",", 1)[-1]) for line in lines]
     written = [re.search(r"^\S+ \$(\d+),", line) for line in lines]
