@@ -1,7 +1,7 @@
 """`NativeRunner`: the `Runner` of the CPU kernels. One C call per engine step.
 
 Exact by construction: a row's result has the same bits whatever the batch, the chunking, the number of threads or its
-neighbours, because every sum has one fixed order (gemm.h, attention.h). Speculative therefore equals greedy, a warm prefix a cold
+neighbours, because every sum has one fixed order (gemm.cpp, attention.h). So speculative equals greedy, a warm prefix a cold
 one, chunked a whole prefill and batched alone, all by equality. It holds within one instruction set.
 
 `forward` keeps torch on one thread while it runs; what runs between steps should be inside `karui.kernels.native.quiet_torch()`

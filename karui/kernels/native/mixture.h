@@ -2,7 +2,7 @@
 // together, each expert read once for all of its rows. karui/inference/models/decoder.py is the same computation in torch.
 //
 // Shapes: T rows, E routed experts (and perhaps one shared), K choices a row, A = T * K assignments, in order of expert, then of row.
-// A row's result does not depend on the other rows: products have one order of sums (gemm.h), choices are added in order of expert.
+// A row's result does not depend on the other rows: products have one order of sums (gemm.cpp), choices are added in order of expert.
 #pragma once
 #include <math.h>
 

@@ -3,6 +3,8 @@
 #include <vector>
 
 #include "gemm.h"
+#include "simd.h"
+#include "tiles.h"
 
 static inline int round_up(int a, int b) { return (a + b - 1) / b * b; }
 
