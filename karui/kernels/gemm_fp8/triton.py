@@ -58,7 +58,8 @@ def _whole(a_desc, b_desc, y_desc, a_scale_ptr, b_scale_ptr, M, N, K, A_ROWS: tl
 @triton.jit
 def _tiled(a_desc, b_desc, y_desc, a_scale_ptr, b_scale_ptr, M, N, K, B_SQUARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
            BAND: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
-    """a_scale [M, ceil(K/128)]; b_scale [ceil(N/128), ceil(K/128)] (B_SQUARE, BN divides 128) or [N, ceil(K/128)]."""
+    """a_scale [M, ceil(K/128)]; b_scale [ceil(N/128), ceil(K/128)] (B_SQUARE, BN divides 128) or [ceil(K/128), N]: each thread
+    has a quarter of a tile's columns, whose scales then are neighbours."""
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, 128)
     for number in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=True):
         i, j = tile_of(number, num_m, num_n, BAND)
@@ -72,7 +73,7 @@ def _tiled(a_desc, b_desc, y_desc, a_scale_ptr, b_scale_ptr, M, N, K, B_SQUARE: 
             if B_SQUARE:
                 acc += product * (a_scale * tl.load(b_scale_ptr + (j * BN // 128) * num_k + k))[:, None]
             else:
-                acc += product * a_scale[:, None] * tl.load(b_scale_ptr + n * num_k + k, n < N, 0.0)[None, :]
+                acc += product * a_scale[:, None] * tl.load(b_scale_ptr + k * N + n, n < N, 0.0)[None, :]
         y_desc.store([i * BM, j * BN], acc.to(y_desc.dtype))
 
 
@@ -98,7 +99,7 @@ def gemm_fp8(a: ScaledFloat8, b: ScaledFloat8, out_dtype: torch.dtype, b_kind: s
     candidates = (TILED if roomy else TILED_99K) if tiled else whole(roomy, out_dtype.itemsize)
     if left.device.type != "cuda" or min(m, n) <= 64:
         candidates = candidates[-1:]
-    scales = a.scale.contiguous(), b.scale.contiguous()
+    scales = a.scale.contiguous(), (b.scale.t() if b_kind == "1x128" else b.scale).contiguous()
 
     def run(c: Config) -> None:
         # compiled for the device's programs, also where there are fewer tiles: a number per shape would compile anew for each
