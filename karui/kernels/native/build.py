@@ -25,7 +25,8 @@ from karui.configs.errors import KaruiError, UnsupportedError
 log = logging.getLogger(__name__)
 
 SOURCES = ("model.cpp", "gemm.cpp", "mixture.h", "rounds.h", "draft.h", "medusa.h", "attention.h", "latent.h", "latent_int8.h",
-           "indexer.h", "kivi.h", "ops.h", "sampling.h", "gemm.h", "tiles.h", "simd.h", "neon.h", "weights.h", "threads.h", "spill.h")
+           "indexer.h", "kivi.h", "ops.h", "sampling.h", "gemm.h", "tiles.h", "simd.h", "neon.h", "weights.h", "threads.h",
+           "spill.h")
 LOWBIT = ("lowbit.cpp",)
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 # Per instruction set: what the CPU must have, see `_cpu`, and the compiler's flags. Best first.
