@@ -19,8 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from karui.kernels.triton_support import capability
 from karui.kernels.triton_support.offline import Case
 from karui.kernels.triton_support.products import dot
+from karui.kernels.triton_support.tuning import Config, config, launch
 
 _LOG2E = math.log2(math.e)
 
@@ -266,12 +268,17 @@ class DocumentAttention(torch.autograd.Function):
             _delta[(tokens, heads)](out, dout, delta, tokens, HEADS=heads, D=width, DP=padded, num_warps=1)
             block = _backward_block(q)
             table = held.tiles(block)
-            common = {"HEADS": heads, "GROUP": heads // kv_heads, "D": width, "DP": padded, "BM": block, "BN": block,
-                      **flags, "num_warps": 4, "num_stages": 2}  # fmt: skip
+            common = {"HEADS": heads, "GROUP": heads // kv_heads, "D": width, "DP": padded, **flags}
             starts = _starts(cu, tokens) if flags["SHARED"] and flags["WINDOW"] else cu
             given = q, k, v, dout, lse, delta
-            _backward_kv[(table.shape[0], kv_heads)](*given, dk, dv, table, starts, cu, *numbers, scaling, **common)
-            _backward_q[(table.shape[0], heads)](*given, dq, table, cu, *numbers, scaling, **common)
+
+            def run(c: Config) -> None:
+                _backward_kv[(table.shape[0], kv_heads)](*given, dk, dv, table, starts, cu, *numbers, scaling, **common, **c())
+
+            key = ("document_attention dk dv", heads, kv_heads, width, triton.next_power_of_2(tokens), q.dtype, *flags.values())
+            square = config(4, 2, BM=block, BN=block)
+            launch(key, [square, *_TALL] if _takes_tall(q) else [square], run, q.device)
+            _backward_q[(table.shape[0], heads)](*given, dq, table, cu, *numbers, scaling, **common, **square())
         dsinks = None
         if sinks is not None:
             dsinks = -((sinks.float().unsqueeze(1) * _LOG2E - lse).exp2() * delta).sum(1).to(sinks.dtype)
@@ -293,6 +300,15 @@ def _blocks(q: torch.Tensor) -> tuple[int, int, int, int]:
     if q.device.type == "cpu":
         return 16, 16, 4, 1
     return (128, 64, 8, 3) if q.shape[-1] <= 128 else (64, 32, 4, 2)
+
+
+# For dk and dv: half of the registers for each key, whose sums do not fit beside the scores else and spill.
+_TALL = [config(8, 2, BM=128, BN=64)]
+
+
+def _takes_tall(q: torch.Tensor) -> bool:
+    """Whether a multiprocessor has the shared memory for `_TALL`, and gains by it: Hopper, with heads of more than 64."""
+    return q.device.type == "cuda" and capability(q.device) == 90 and 64 < q.shape[-1] <= 128
 
 
 def _backward_block(q: torch.Tensor) -> int:
