@@ -6,8 +6,8 @@ A `Case` is one specialization of a kernel and, per compute capability, a patter
 kernels lists its cases in `offline_cases()`; `MODULES` names the modules. Triton's wheel brings ptxas, so the result is
 machine code, and a kernel that asks for more shared memory than the chip has is caught here.
 
-Without a flag every kernel and format is compiled for each chip, and what else a kernel is specialized to for the chip with the
-least shared memory, as far as no other case asks for more (`chips`). That is what continuous integration runs.
+Without a flag every kernel with products is compiled for each chip, in its main formats, and what else there is for the chip with
+the least shared memory, as far as no other case asks for more (`chips`). That is what continuous integration runs.
 """
 
 from __future__ import annotations
