@@ -343,7 +343,7 @@ def offline_cases() -> list[Case]:
             constants = {k: x for k, x in constants.items() if k in kernel.arg_names}
             cases.append(Case(f"document_attention {name}{label}", kernel, types, constants, where, warps, stages, ("T",),
                               quick=(90,) if shared else (),
-                              on="each" if (width, shared) == (128, False) else "one" if own else "asked"))  # fmt: skip
+                              on="asked" if shared else "each" if width == 128 else "one"))  # fmt: skip
     types = {name: every[name] for name in ("out_ptr", "dout_ptr", "delta_ptr", "T")}
     cases.append(Case("document_attention delta", _delta, types, {"HEADS": 32, "D": 128, "DP": 128},
                       {cc: r"ld\.global\.v2" for cc in (80, 89, 90, 100, 120)}, 1, odd=("T",), quick=()))  # fmt: skip

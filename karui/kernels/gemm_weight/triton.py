@@ -621,7 +621,7 @@ def offline_cases() -> list[Case]:
                      "LORA": lora > 0, "PARTS": lora == 0, "GROUPED": "experts" in name,
                      "BM": 64 if lora or "fp32" in name else 16, "BN": 64, "BK": bk, "BR": max(16, lora)}  # fmt: skip
         # most shapes of the other grids have their codes in words
-        each = name in ("int8", "fp8", "fp8 by integers", "nf4 lora", "int4 g128 experts", "nvfp4 experts")
+        each = name in ("int8", "fp8", "fp8 by integers", "int4 g128 experts")
         cases.append(Case(f"gemm_weight {name}", _gemm, signature, constants, expects, 4, 2 if "fp32" in name else 4, odd,
                           (90,) if name in ("int4 g128", "nf4 lora", "int4 g128 experts") else (), on="each" if each else "one",
                           reads=64 * bk if name in ("int8", "fp8") else 0))  # fmt: skip
