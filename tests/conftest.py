@@ -23,7 +23,7 @@ from karui.kernels.native import build  # noqa: E402
 # This machine's own instruction set is compiled as users have it; the others are tried for what they compute, not for their speed.
 for name in build.isas()[1:]:
     needed, flags = build._ISAS[name]
-    build._ISAS[name] = (needed, (*flags, "-O1"))
+    build._ISAS[name] = (needed, (*flags, "-O2"))
 
 # Elsewhere property tests look for new examples; CI repeats the same ones, so that a red run means a changed project. How long an
 # example takes says how busy the machine is.
