@@ -59,6 +59,12 @@ class LoopState:
     best_eval: float | None = None
 
 
+def _own(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter: all of it, its shard (FSDP2), or its part behind an empty placeholder (ZeRO 3)."""
+    held: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else getattr(parameter, "ds_tensor", parameter)
+    return held
+
+
 @dataclass(kw_only=True)
 class Loop:
     """One run's loop.
@@ -113,10 +119,11 @@ class Loop:
                 due = recipe.run.checkpoint_every and state.step % recipe.run.checkpoint_every == 0
                 if due or done or self.interrupted:
                     self.check_weights(done)
+                    if done and self.interrupted is None:
+                        self._outcome(losses)  # before the last checkpoint, which a resume would only fail with again
                     self.save(state)
-        if self.held_out is not None and self.interrupted is None:
-            losses["eval_loss"] = self.evaluate()
-            self._check_outcome(losses)
+        if "eval_loss" not in losses and self.interrupted is None:
+            self._outcome(losses)
         tokens = state.tokens - tokens_before
         return {
             **losses,
@@ -195,7 +202,7 @@ class Loop:
         """Raise `KaruiError` where a trained weight is not finite, or where a run that is `done` made no update at all: no
         checkpoint and no result is made of it."""
         named = ((n, p) for n, p in self.accelerator.unwrap_model(self.module).named_parameters() if p.requires_grad)
-        odd = [n for n, p in named if not bool(torch.isfinite(p.to_local() if hasattr(p, "to_local") else p).all())]
+        odd = [n for n, p in named if not bool(torch.isfinite(_own(p)).all())]
         if int(self.accelerator.reduce(torch.tensor(len(odd), device=self.accelerator.device), "sum")):
             where = f": {', '.join(odd[:3])}" if odd else ""
             raise KaruiError(f"step {self.state.step} left weights that are not finite{where}. They were not "
@@ -204,8 +211,12 @@ class Loop:
             raise KaruiError(f"none of the {self.total} steps had a loss and a gradient that are finite, so nothing was trained. "
                              "Lower optim.lr, or check the data and the model.")
 
-    def _check_outcome(self, losses: dict[str, float]) -> None:
-        before, after = losses.get("eval_loss_before"), losses["eval_loss"]
+    def _outcome(self, losses: dict[str, float]) -> None:
+        """Add the held-out loss after the last step, where there are held-out samples; `KaruiError` where it is not finite."""
+        if self.held_out is None:
+            return
+        before, after = losses.get("eval_loss_before"), self.evaluate()
+        losses["eval_loss"] = after
         if not math.isfinite(after):
             raise KaruiError(f"the held-out loss is {after} after the last step: the run diverged, and final/ was not written. "
                              "Lower optim.lr, set optim.clip, or check the held-out samples.")

@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,7 +311,21 @@ def test_what_the_last_step_ruined_is_told_and_not_kept(value, message, make_rec
     recipe = make_recipe(optim={"steps": 1})
     with pytest.raises(KaruiError, match=message):
         run_recipe(recipe)
-    assert not (recipe.output / "final").exists() and (recipe.output / "checkpoint-000001").exists() == (value == 1e38)
+    assert not (recipe.output / "final").exists() and not (recipe.output / "checkpoint-000001").exists()
+
+
+def test_a_rank_s_part_behind_a_placeholder_is_looked_at():
+    """ZeRO 3 leaves an empty tensor where a parameter was."""
+    from karui.trainers.loop import Loop, LoopState
+
+    module = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.empty(0))})
+    accelerator = SimpleNamespace(unwrap_model=lambda m: m, reduce=lambda t, how: t, device="cpu")
+    loop = SimpleNamespace(accelerator=accelerator, module=module, state=LoopState(step=3), total=5)
+    module.w.ds_tensor = torch.ones(2)
+    Loop.check_weights(loop, False)
+    module.w.ds_tensor = torch.tensor([1.0, float("nan")])
+    with pytest.raises(KaruiError, match="step 3 left weights that are not finite: w"):
+        Loop.check_weights(loop, False)
 
 
 def test_wandb_offline_files_hold_config_and_every_step(make_recipe, monkeypatch):
