@@ -24,7 +24,7 @@ CACHED_PAGES, CACHED_SHARE = 1024, 1 / 16
 
 def parse_bytes(size: int | str) -> int:
     """Bytes of a number or a text such as "2GiB" or "500MB". Raises `KaruiError` for anything else and for less than one byte."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     if match is None or match[2].lower() not in _UNITS or (value := int(float(match[1]) * _UNITS[match[2].lower()])) < 1:
         raise KaruiError(f"memory {size!r} is not a size; write a number of bytes or a text such as '2GiB' or '500MB'.")
     return value

@@ -71,7 +71,7 @@ def test_a_single_token_left_over_is_not_a_window() -> None:
 def test_bad_text_and_numbers_are_refused(tmp_path: Path) -> None:
     fine = engine_scorer(engine())
     for text, kwargs, message in [("a", {}, "1 tokens"), ("abc", {"window": 1}, "window"), ("abc", {"windows": 0}, "windows"),
-                                  (tmp_path / "none.txt", {}, "does not exist")]:
+                                  (tmp_path / "none.txt", {}, "does not exist"), (tmp_path, {}, "cannot be read: Is a directory")]:
         with pytest.raises(KaruiError, match=message):
             perplexity(fine, text, tokenizer(), **kwargs)
     (tmp_path / "bad.txt").write_bytes(b"fine \xff not")

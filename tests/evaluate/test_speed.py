@@ -15,7 +15,7 @@ from rich.console import Console
 
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.evaluate import bench as bench_module
-from karui.inference.evaluate.bench import Level, Load, advice, bench, load_of, plot, table, write_json
+from karui.inference.evaluate.bench import Level, Load, advice, bench, load_of, plot, run_bench, table, write_json
 from karui.inference.evaluate.machine import Machine, decode_limit, measure_machine, prefill_limit
 from karui.inference.evaluate.memory import disk_bytes, peak_memory
 from karui.inference.evaluate.report import Report, protocols
@@ -126,6 +126,12 @@ def test_bench_on_an_engine_with_and_without_speculation(tmp_path: Path) -> None
     assert "ngram:4" in console.export_text()
     plot(result, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.glob("*.tmp"))
+
+
+def test_bench_refuses_a_text_without_words_before_it_loads_anything(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(KaruiError, match="empty.txt holds no text"):
+        run_bench("nowhere", text=tmp_path / "empty.txt")
 
 
 def test_bench_shows_what_drafts_brought() -> None:

@@ -287,8 +287,9 @@ def test_memory_is_planned_in_words():
     assert Engine(runner, memory=per_token * 64, block_size=4).max_context == 64
     with pytest.raises(KaruiError, match="one context of 100 tokens needs 38,400 bytes"):
         Engine(runner, memory=per_token * 64, block_size=4, max_context=100)
-    with pytest.raises(KaruiError, match="is not a size"):
-        Engine(runner, memory="lots")
+    for odd in ("lots", "9" * 400):
+        with pytest.raises(KaruiError, match="is not a size"):
+            Engine(runner, memory=odd)
     with pytest.raises(KaruiError, match="max_context is 1,000"):
         Engine(runner, max_context=1000)
     with pytest.raises(KaruiError, match="max_sequences must be at least 1"):

@@ -171,13 +171,16 @@ def run_bench(model: str | Path, *, speculate: str | None = "ngram:5", concurren
     from karui.inference.evaluate.scoring import read_text
 
     options = {"max_context": prompt_tokens + new_tokens + 16, "max_sequences": max(concurrencies), "runner": runner} | options
+    passage = PASSAGE if text is None else read_text(text)
+    if not passage.strip():
+        raise KaruiError(f"bench: {text} holds no text to cut prompts from.")
     machine = measure_machine()
     results = []
     for spelling in (None, speculate) if speculate else (None,):
         engine = Engine.load(model, speculation=spelling, **options)
         if engine.tokenizer is None:
             raise KaruiError(f"bench: {model} has no tokenizer to cut prompts with.")
-        tokens = list(engine.tokenizer(PASSAGE if text is None else read_text(text), add_special_tokens=False)["input_ids"])
+        tokens = list(engine.tokenizer(passage, add_special_tokens=False)["input_ids"])
         tokens = (tokens * (1 + 2 * prompt_tokens // len(tokens)))[:max(len(tokens), 2 * prompt_tokens)]
         results.append(bench({spelling or "none": engine}, load_of(engine), tokens, concurrencies=concurrencies,
                              prompt_tokens=prompt_tokens, new_tokens=new_tokens, machine=machine, progress=progress))

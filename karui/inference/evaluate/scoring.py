@@ -135,6 +135,8 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise KaruiError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise KaruiError(f"{path} cannot be read: {error.strerror}; give a text file.") from None
     except UnicodeDecodeError as error:
         raise KaruiError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv.") from None
 
