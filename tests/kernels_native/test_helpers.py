@@ -92,6 +92,21 @@ def test_a_compiler_that_does_not_know_the_newest_flags_serves_all_the_same(monk
     assert build_module.build("generic", build_module.LOWBIT).is_file()
 
 
+@needs_compiler
+def test_a_damaged_library_is_compiled_anew_and_what_a_killed_build_left_goes(monkeypatch, tmp_path):
+    monkeypatch.setenv("KARUI_CACHE", str(tmp_path))
+    (tmp_path / "one.cpp").write_text('extern "C" int one() { return 1; }')
+    sources = (str(tmp_path / "one.cpp"),)
+    whole = build_module.build("generic", sources)
+    code = whole.read_bytes()
+    left = whole.parent / "one-generic-killed.tmp"
+    left.mkdir()
+    for cut in (0, len(code) // 2):
+        whole.write_bytes(code[:cut])
+        assert build_module.build("generic", sources) == whole and whole.read_bytes() == code
+    assert not left.exists()
+
+
 def test_quiet_torch_restores():
     before = torch.get_num_threads()
     with quiet_torch():

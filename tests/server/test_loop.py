@@ -18,7 +18,7 @@ from karui.configs.errors import KaruiError
 from karui.inference.requests import Delta, Request, SamplingParams
 from karui.inference.server.app import create_app
 from karui.inference.server.loop import EngineLoop, LoopDead, require_extra
-from karui.inference.server.run import serve
+from karui.inference.server.run import serve, serve_model
 from tests.evaluate.tiny import engine
 from tests.processes import free_port
 
@@ -244,8 +244,13 @@ def test_missing_extras_and_bad_ports_are_told(monkeypatch: pytest.MonkeyPatch) 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
-        with pytest.raises(KaruiError, match="cannot be bound"):
+        with pytest.raises(KaruiError, match="cannot be bound: Address already in use"):
             serve(engine(), "tiny", port=s.getsockname()[1])
+        with pytest.raises(KaruiError, match="cannot be bound: Address already in use"):
+            serve_model("a model that is not read", port=s.getsockname()[1])
+    for host in ("a..b", "x" * 70, "192.0.2.1", "no such host"):
+        with pytest.raises(KaruiError, match="cannot be bound: .*Choose others"):
+            serve(engine(), "tiny", host=host, port=8123)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(KaruiError, match=r"karui\[serve\]"):
         require_extra()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ def serve_model(model: str | Path, *, name: str | None = None, host: str = "127.
         options: those of `Engine.load`.
     """
     require_extra()     # before a large model is read in vain
+    if options.get("parallel") is None:
+        check_address(host, port)
     from karui.inference.engine import Engine
     from karui.inference.server.warm_up import warm_up
 
@@ -89,8 +93,7 @@ def serve(engine: Any, name: str, *, host: str = "127.0.0.1", port: int = 8000, 
 
     from karui.inference.server.app import create_app
 
-    if not 1 <= port <= 65535:
-        raise KaruiError(f"serve: port {port} is not within 1 and 65535.")
+    check_address(host, port)
     if host not in ("127.0.0.1", "localhost", "::1") and api_key is None:
         logger.warning("serving on %s without an API key: everybody who reaches this machine can use the model", host)
     app = create_app(engine, name, api_key=api_key, hang_s=hang_s)
@@ -99,4 +102,29 @@ def serve(engine: Any, name: str, *, host: str = "127.0.0.1", port: int = 8000, 
     try:
         server.run()
     except SystemExit:
-        raise KaruiError(f"serve: {host}:{port} cannot be bound; is it in use? Choose another with --port.") from None
+        raise _unusable(host, port, "in use by now") from None
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise `KaruiError`, with the reason, where a server could not listen."""
+    if not 1 <= port <= 65535:
+        raise KaruiError(f"serve: port {port} is not within 1 and 65535.")
+    missing = None
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                with socket.socket(family, kind, protocol) as tried:
+                    tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    tried.bind(address)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error  # a name's IPv6 address need not be this machine's
+    except (OSError, UnicodeError) as error:
+        raise _unusable(host, port, getattr(error, "strerror", None) or error) from None
+    raise _unusable(host, port, missing.strerror if missing else "it has no address")
+
+
+def _unusable(host: str, port: int, reason: object) -> KaruiError:
+    return KaruiError(f"serve: {host}:{port} cannot be bound: {reason}. Choose others with --host and --port.")

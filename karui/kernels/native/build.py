@@ -2,7 +2,8 @@
 
 The library of one instruction set is `$KARUI_CACHE/native/karui-<isa>-<hash>.so` (default `~/.cache/karui`); the hash covers the
 sources, the flags and the compiler, so a stale build is never loaded. A lock keeps concurrent processes from compiling twice, and
-the file appears under its name only when complete.
+the file appears under its name only when complete; its own hash lies beside it, as loading one that a full disk cut short would
+end the process.
 """
 
 from __future__ import annotations
@@ -106,26 +107,45 @@ def _build(isa: str, sources: tuple[str, ...], extras: tuple[str, ...]) -> Path:
     stem = "karui" if sources is SOURCES else Path(sources[0]).stem
     cxx = compiler()
     flags = (*_COMMON, *_ISAS[isa][1], *extras)
-    digest = hashlib.sha256(repr((flags, cxx)).encode())
+    digest = hashlib.sha256(repr((platform.machine(), flags, cxx)).encode())
     for name in sources:
         digest.update((here / name).read_bytes())
     target = cache_folder() / f"{stem}-{isa}-{digest.hexdigest()[:16]}.so"
-    if target.exists():
+    if _whole(target):
         return target
     if cxx is None:
         raise UnsupportedError("no C++ compiler found (g++, clang++ or c++, or $CXX); install one for the native kernels.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f"{stem}-{isa}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
+        if _whole(target):
             return target
+        for left in target.parent.glob(f"{stem}-{isa}-*.tmp"):  # by a process that was killed, as this one has the lock
+            shutil.rmtree(left, ignore_errors=True)
         log.info("compiling the native kernels for %s, once, into %s", isa, target)
-        with tempfile.TemporaryDirectory(dir=target.parent, suffix=".tmp") as scratch:
-            objects = {f"{scratch}/{name}.o": str(here / name) for name in sources if name.endswith(".cpp")}
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{stem}-{isa}-", suffix=".tmp") as scratch:
+            objects = {f"{scratch}/{Path(name).stem}.o": str(here / name) for name in sources if name.endswith(".cpp")}
             _run(*([cxx, *flags, "-c", "-o", made, source] for made, source in objects.items()))
             _run([cxx, "-shared", "-pthread", "-o", f"{scratch}/{target.name}", *objects])
             os.replace(f"{scratch}/{target.name}", target)
+        _hash_of(target).write_text(_hash(target))
     return target
+
+
+def _hash(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _hash_of(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _whole(library: Path) -> bool:
+    """Whether a library is there as it was compiled."""
+    try:
+        return _hash_of(library).read_text() == _hash(library)
+    except FileNotFoundError:
+        return False
 
 
 def _run(*commands: list[str]) -> None:
