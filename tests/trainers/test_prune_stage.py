@@ -4,12 +4,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from karui.catalogue import load_model_config
 from karui.configs.errors import KaruiError, UnsupportedError
 from karui.inference.bundle.reader import open_model
 from karui.trainers.calibrated import Calibration
 from karui.trainers.loop import read_log
+from karui.trainers.model import weights_folder
 from karui.trainers.pipeline import export_run
-from karui.trainers.run import run_recipe
+from karui.trainers.run import prepare, run_recipe
+from karui.trainers.stages import planned
 
 
 @pytest.mark.parametrize("step", [
@@ -56,6 +59,14 @@ def test_a_sparse_model_goes_onto_a_grid_and_stays_sparse(make_recipe):
 
 
 def test_senseless_steps_are_refused(make_recipe):
+    for pattern in (0, 1.5, -0.1, "4:2", "2:3", "half", "0:4"):
+        with pytest.raises(KaruiError, match="neither a share between 0 and 1 nor n:m"):
+            make_recipe(prepare=[{"method": "wanda", "sparsity": pattern}])
+    for step, message in (({"method": "prune-layers", "keep_layers": 2}, "keep_layers is 2; expected 1 to 1 of the model's 2 layers"),
+                          ({"method": "prune-width", "intermediate": 4096}, "intermediate is 4096; expected 1 to"),
+                          ({"method": "prune-experts", "keep_experts": 2}, "has no experts to drop")):
+        with pytest.raises(KaruiError, match=message):
+            run_recipe(make_recipe(prepare=[step]), dry_run=True)
     with pytest.raises(KaruiError, match="keep_layers does not belong to sparsegpt"):
         make_recipe(prepare=[{"method": "sparsegpt", "sparsity": 0.5, "keep_layers": 3}])
     with pytest.raises(KaruiError, match="prune-width needs intermediate or kv_heads or hidden"):
@@ -71,6 +82,16 @@ def test_senseless_steps_are_refused(make_recipe):
                  {"method": "seq", "spec": "w2g32"}, {"method": "qat_lora", "spec": "w4g32", "rank": 2, "alpha": 4}):
         with pytest.raises(UnsupportedError, match=f"{grid['method']} on {grid['spec']} moves weights off the zeros that wanda made"):
             run_recipe(make_recipe(prepare=[{"method": "wanda", "sparsity": 0.5}, grid]))
+
+
+def test_the_preflight_plans_with_the_student(make_recipe):
+    for step in ({"method": "prune-layers", "keep_layers": 1}, {"method": "prune-layers", "keep_layers": 1, "choice": "influence"},
+                 {"method": "prune-width", "intermediate": 32, "kv_heads": 1, "hidden": 32}):
+        recipe = make_recipe(prepare=[step])
+        before = load_model_config(weights_folder(recipe.model.name))
+        got, lines = planned(recipe, before)
+        want = prepare(recipe).model.config
+        assert got.to_dict() == want.to_dict() != before.to_dict() and len(lines) == 1
 
 
 @pytest.mark.parametrize("grid", [

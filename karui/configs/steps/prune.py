@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from karui.configs.section import Section
+
+BLOCK = 128
+"""Inputs whose weights SparseGPT prunes before it moves on; groups of n:m must not lie across."""
+
+
+def read_pattern(sparsity: float | str) -> tuple[float, int, int]:
+    """(share of zeros, n, m); n = m = 0 for a share that lies anywhere. Raises `ValueError`."""
+    if isinstance(sparsity, str) and (found := re.fullmatch(r"(\d{1,3}):(\d{1,3})", sparsity)):
+        n, m = int(found[1]), int(found[2])
+        if 0 < n < m and BLOCK % m == 0:
+            return n / m, n, m
+    elif not isinstance(sparsity, str) and 0 < sparsity < 1:
+        return float(sparsity), 0, 0
+    raise ValueError(f"sparsity {sparsity!r} is neither a share between 0 and 1 nor n:m such as 2:4 (n zeros of m, m a divisor "
+                     f"of {BLOCK})")
 
 
 class PruneStep(Section):
@@ -38,4 +54,6 @@ class PruneStep(Section):
         foreign = [k for keys in own.values() for k in keys if k not in needed and getattr(self, k) is not None]
         if foreign:
             raise ValueError(f"{', '.join(foreign)} does not belong to {self.method}")
+        if self.sparsity is not None:
+            read_pattern(self.sparsity)
         return self

@@ -11,6 +11,7 @@ All layers keep the same number, because the configuration has one number for al
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,14 +33,8 @@ def prune_experts(model: nn.Module, rows: Sequence[torch.Tensor], keep: int, by:
         KaruiError: fewer experts than a token is sent to, nothing to drop, or an unknown choice.
     """
     blocks = mixtures(model)
-    config: Any = model.config
     have = blocks[0][1].experts.down_proj.shape[0]
-    if (groups := getattr(config, "n_group", None) or 1) > 1:
-        raise UnsupportedError(f"prune: the router chooses among {groups} groups of experts of one size, which dropping single "
-                               "experts would break.")
-    active = int(getattr(config, "num_experts_per_tok", 1))
-    if not active <= keep < have:
-        raise KaruiError(f"prune: keep_experts is {keep}; expected {active} (experts per token) to {have - 1}.")
+    _check(model.config, keep, have)
     if by not in ("score", "count", "random"):
         raise KaruiError(f"prune: experts by {by!r} are not known; valid: score, count, random.")
     use = router_use(model, rows)
@@ -54,6 +49,27 @@ def prune_experts(model: nn.Module, rows: Sequence[torch.Tensor], keep: int, by:
         lines.append(f"{name}: experts {kept[name].tolist()} of {have}, {share:.1f} % of the router's mass")
     keep_experts(model, kept)
     return Pruned(kept_layers=tuple(range(len(decoder(model).layers))), lines=tuple(lines))
+
+
+def _check(config: Any, keep: int, have: int) -> None:
+    if (groups := getattr(config, "n_group", None) or 1) > 1:
+        raise UnsupportedError(f"prune: the router chooses among {groups} groups of experts of one size, which dropping single "
+                               "experts would break.")
+    active = int(getattr(config, "num_experts_per_tok", 1))
+    if not active <= keep < have:
+        raise KaruiError(f"prune: keep_experts is {keep}; expected {active} (experts per token) to {have - 1}.")
+
+
+def plan(config: Any, keep: int) -> Any:
+    """A copy of a model's configuration as `prune_experts` leaves it; the same errors, as far as it shows them."""
+    planned = copy.deepcopy(config)
+    counted = [key for key in COUNTS if isinstance(getattr(config, key, None), int)]
+    if not counted:
+        raise UnsupportedError(f"prune: a model of type {config.model_type!r} has no experts to drop.")
+    for key in counted:
+        _check(config, keep, getattr(config, key))
+        setattr(planned, key, keep)
+    return planned
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ distillation often starts from as well or better.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,21 +29,30 @@ def drop_layers(model: nn.Module, keep: int, rows: Sequence[torch.Tensor] = (), 
         KaruiError: nothing would be dropped or left.
     """
     total = len(decoder(model).layers)
-    if not 1 <= keep < total:
-        raise KaruiError(f"prune: keep_layers is {keep}; expected 1 to {total - 1} of the model's {total} layers.")
+    kept = _without_looking(keep, total, choice)
     lines: tuple[str, ...] = ()
-    if choice == "uniform":
-        kept = sorted({round(i * (total - 1) / max(1, keep - 1)) for i in range(keep)})
-    elif choice == "first":
-        kept = list(range(keep))
-    elif choice == "influence":
+    if choice == "influence":
         influence = block_influence(model, rows)
         kept = sorted(sorted(range(total), key=lambda i: -influence[i])[:keep])
         lines = ("block influence " + ", ".join(f"{i}: {v:.4f}" for i, v in enumerate(influence)),)
-    else:
-        raise KaruiError(f"prune: choice {choice!r} is not known; valid: uniform, influence, first.")
     keep_layers(model, kept)
     return Pruned(kept_layers=tuple(kept), lines=(f"kept layers {kept} of {total} ({choice})", *lines))
+
+
+def _without_looking(keep: int, total: int, choice: str) -> list[int]:
+    """The layers that `choice` keeps; those of uniform where it has to see them first."""
+    if not 1 <= keep < total:
+        raise KaruiError(f"prune: keep_layers is {keep}; expected 1 to {total - 1} of the model's {total} layers.")
+    if choice not in ("uniform", "influence", "first"):
+        raise KaruiError(f"prune: choice {choice!r} is not known; valid: uniform, influence, first.")
+    return list(range(keep)) if choice == "first" else sorted({round(i * (total - 1) / max(1, keep - 1)) for i in range(keep)})
+
+
+def plan(config: Any, keep: int, choice: str = "uniform") -> Any:
+    """A copy of a model's configuration as `drop_layers` leaves it, but for which layers influence keeps; the same errors."""
+    planned = copy.deepcopy(config)
+    _leave(planned, _without_looking(keep, config.num_hidden_layers, choice))
+    return planned
 
 
 @torch.no_grad()
@@ -65,17 +75,20 @@ def keep_layers(model: nn.Module, kept: Sequence[int]) -> None:
     Raises:
         UnsupportedError: the first layer left uses what the indexer of a layer before it picked.
     """
-    kinds = getattr(model.config, "indexer_types", None)
-    if kinds and kinds[kept[0]] != "full":
-        raise UnsupportedError(f"prune: layer {kept[0]} has no indexer and uses what the layer before it picked; it cannot come "
-                               "first.")
+    _leave(model.config, kept)
     body = decoder(model)
     body.layers = nn.ModuleList(body.layers[i] for i in kept)
     for at, layer in enumerate(body.layers):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = at
-    config: Any = model.config
+
+
+def _leave(config: Any, kept: Sequence[int]) -> None:
+    kinds = getattr(config, "indexer_types", None)
+    if kinds and kinds[kept[0]] != "full":
+        raise UnsupportedError(f"prune: layer {kept[0]} has no indexer and uses what the layer before it picked; it cannot come "
+                               "first.")
     config.num_hidden_layers = len(kept)
     for key in ("layer_types", "no_rope_layers", "mlp_layer_types", "indexer_types"):
         if isinstance(value := getattr(config, key, None), (list, tuple)):

@@ -9,7 +9,6 @@ Layers go in order, each calibrated on the outputs of the pruned ones before. Al
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from karui.configs.errors import KaruiError, UnsupportedError
+from karui.configs.steps import prune
 from karui.distill.prune import Pruned, decoder, forward, sparsegpt, wanda
 
 METHODS = ("sparsegpt", "wanda", "magnitude")
@@ -72,15 +72,11 @@ def prune_sparse(model: nn.Module, rows: Sequence[torch.Tensor], pattern: float 
 
 
 def read_pattern(pattern: float | str) -> tuple[float, int, int]:
-    """(share, n, m); n = m = 0 for a free pattern."""
-    if isinstance(pattern, str) and (found := re.fullmatch(r"(\d+):(\d+)", pattern)):
-        n, m = int(found[1]), int(found[2])
-        if 0 < n < m and sparsegpt.BLOCK % m == 0:
-            return n / m, n, m
-    elif not isinstance(pattern, str) and 0 < pattern < 1:
-        return float(pattern), 0, 0
-    raise KaruiError(f"prune: sparsity {pattern!r} is neither a share between 0 and 1 nor n:m such as 2:4 (n zeros of m, "
-                     f"m a divisor of {sparsegpt.BLOCK}).")
+    """As `configs.steps.prune.read_pattern`, with a `KaruiError`."""
+    try:
+        return prune.read_pattern(pattern)
+    except ValueError as error:
+        raise KaruiError(f"prune: {error}.") from None
 
 
 def _check(layers: nn.ModuleList, m: int) -> None:

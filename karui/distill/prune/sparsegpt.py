@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 
 from karui.configs.errors import KaruiError
-
-BLOCK = 128
+from karui.configs.steps.prune import BLOCK
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ that the ratio of the two stays what it was. Where channels go, the norms still 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,22 +31,12 @@ def prune_width(model: nn.Module, rows: Sequence[torch.Tensor], *, intermediate:
 
     Raises:
         UnsupportedError: layers that are not built like llama's.
-        KaruiError: a size that is not smaller than the model's.
+        KaruiError: a size that is larger than the model's.
     """
     config: Any = model.config
     body = decoder(model)
     _check_layout(body.layers)
-    if hidden is not None and str(config.model_type).startswith("gemma"):
-        raise UnsupportedError("prune: hidden channels of a gemma are not dropped: its embeddings are scaled by the root of "
-                               "their number. Drop layers or neurons instead.")
-    sizes = {"intermediate": (intermediate, config.intermediate_size), "kv_heads": (kv_heads, config.num_key_value_heads),
-             "hidden": (hidden, config.hidden_size)}
-    wanted = {name: value for name, (value, _) in sizes.items() if value is not None}
-    if not wanted:
-        raise KaruiError(f"prune: width needs at least one of {', '.join(sizes)}.")
-    for name, (value, have) in sizes.items():
-        if value is not None and not 1 <= value <= have:
-            raise KaruiError(f"prune: {name} is {value}; expected 1 to {have}, what the model has.")
+    planned, line = plan(config, intermediate=intermediate, kv_heads=kv_heads, hidden=hidden)
     head_dim = body.layers[0].self_attn.q_proj.out_features // config.num_attention_heads
     seen = dict(scores) if scores is not None else importance(model, rows, head_dim)
     group = config.num_attention_heads // config.num_key_value_heads
@@ -64,15 +55,36 @@ def prune_width(model: nn.Module, rows: Sequence[torch.Tensor], *, intermediate:
             _columns(layer.self_attn.o_proj, _spread(queries, head_dim))
     if hidden is not None:
         _drop_channels(model, _top(seen["channels"], hidden))
+    for name in ("intermediate_size", "num_key_value_heads", "num_attention_heads", "hidden_size"):
+        setattr(config, name, getattr(planned, name))
     config.head_dim = head_dim
+    return Pruned(kept_layers=tuple(range(len(body.layers))), lines=(line,))
+
+
+def plan(config: Any, *, intermediate: int | None = None, kv_heads: int | None = None,
+         hidden: int | None = None) -> tuple[Any, str]:  # fmt: skip
+    """A copy of a model's configuration as `prune_width` leaves it, and a line about it; the same errors."""
+    if hidden is not None and str(config.model_type).startswith("gemma"):
+        raise UnsupportedError("prune: hidden channels of a gemma are not dropped: its embeddings are scaled by the root of "
+                               "their number. Drop layers or neurons instead.")
+    sizes = {"intermediate": (intermediate, config.intermediate_size), "kv_heads": (kv_heads, config.num_key_value_heads),
+             "hidden": (hidden, config.hidden_size)}
+    wanted = {name: value for name, (value, _) in sizes.items() if value is not None}
+    if not wanted:
+        raise KaruiError(f"prune: width needs at least one of {', '.join(sizes)}.")
+    for name, (value, have) in sizes.items():
+        if value is not None and not 1 <= value <= have:
+            raise KaruiError(f"prune: {name} is {value}; expected 1 to {have}, what the model has.")
+    planned = copy.deepcopy(config)
+    planned.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if intermediate is not None:
-        config.intermediate_size = intermediate
+        planned.intermediate_size = intermediate
     if kv_heads is not None:
-        config.num_key_value_heads, config.num_attention_heads = kv_heads, kv_heads * group
+        planned.num_attention_heads = kv_heads * (config.num_attention_heads // config.num_key_value_heads)
+        planned.num_key_value_heads = kv_heads
     if hidden is not None:
-        config.hidden_size = hidden
-    return Pruned(kept_layers=tuple(range(len(body.layers))),
-                  lines=(f"width: {', '.join(f'{n} {sizes[n][1]} -> {v}' for n, v in wanted.items())}",))
+        planned.hidden_size = hidden
+    return planned, f"width: {', '.join(f'{n} {sizes[n][1]} -> {v}' for n, v in wanted.items())}"
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from karui.configs.errors import UnsupportedError
+from karui.configs.recipe import Recipe
 from karui.qat.methods import check_zeros
 from karui.trainers.stages.base import Stage
 
@@ -18,21 +19,34 @@ class PruneStage(Stage):
     order = 10
     kept_layers: tuple[int, ...] = ()
 
+    @classmethod
+    def plan(cls, step: Any, recipe: Recipe, config: Any) -> tuple[Any, list[str]]:
+        from karui.distill.prune import experts, layers, width
+        from karui.trainers.stages import stage_class
+
+        if any(stage_class(s).is_adapter for s in recipe.prepare):
+            raise UnsupportedError("prepare: an adapter is merged into the model it was loaded from, which pruning changes. "
+                                   "Prune and heal in one run, then train the adapter on that run's final/.")
+        if step.method == "prune-layers":
+            told = f"{step.keep_layers} of {config.num_hidden_layers} layers"
+            return layers.plan(config, step.keep_layers, step.choice), [told]
+        if step.method == "prune-width":
+            planned, line = width.plan(config, intermediate=step.intermediate, kv_heads=step.kv_heads, hidden=step.hidden)
+            return planned, [line]
+        if step.method == "prune-experts":
+            return experts.plan(config, step.keep_experts), [f"{step.keep_experts} experts in each mixture"]
+        for other in recipe.prepare:
+            if (spec := getattr(other, "spec", None)) is not None:
+                check_zeros(other.method, spec, step.method)
+        return config, [f"{step.method}: {step.sparsity} zeros"]
+
     def prepare(self, model: Any) -> Any:
         from karui.distill.prune.experts import prune_experts
         from karui.distill.prune.layers import drop_layers
         from karui.distill.prune.sparse import prune_sparse
         from karui.distill.prune.width import prune_width
-        from karui.trainers.stages import stage_class
 
         step, samples = self.step, self.context.samples
-        if any(stage_class(s).is_adapter for s in self.context.recipe.prepare):
-            raise UnsupportedError("prepare: an adapter is merged into the model it was loaded from, which pruning changes. "
-                                   "Prune and heal in one run, then train the adapter on that run's final/.")
-        if step.sparsity is not None:
-            for other in self.context.recipe.prepare:
-                if (spec := getattr(other, "spec", None)) is not None:
-                    check_zeros(other.method, spec, step.method)
         rows = [torch.from_numpy(samples[i].ids.astype("int64")) for i in range(min(step.samples, len(samples)))]
         was_training = model.training
         model.eval()
