@@ -24,6 +24,6 @@ bench: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e ".[test,serve]"
+	$(BIN)/pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[test,serve]"  # thousands of modules that nothing imports
 	touch $@

@@ -163,6 +163,5 @@ def offline_cases() -> list[Case]:
                               on="asked" if size and form != "nvfp4" else "each"))  # fmt: skip
         c = DECODED[0]
         cases.append(Case(f"gemm_mx {form} decoded", _decoded, types, {"FORMAT": number, "BAND": 8, **dict(c.blocks)}, decoded,
-                          c.num_warps, c.num_stages, odd=("num_blocks",), quick=(90,) if form == "nvfp4" else (),
-                          on="each" if form == "nvfp4" else "one"))  # fmt: skip
+                          c.num_warps, c.num_stages, odd=("num_blocks",), quick=(90,) if form == "nvfp4" else ()))  # fmt: skip
     return cases

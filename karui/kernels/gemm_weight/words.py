@@ -444,7 +444,7 @@ def offline_cases() -> list[Case]:
         scales = (span // group) * ({0: 2, 1: 4}.get(form, 1) + zero) if group else 0
         cases.append(Case(f"gemm_weight words {name}", _gemm, signature, constants, bf16, warps, stages, odd,
                           (90,) if "few" in name or name == "nvfp4" else (),
-                          on="one" if name in ("int4 affine g32", "int4 experts", "mxfp4", "nf4, few rows", "nf4") else
+                          on="one" if name in ("int4 affine g32", "int4 experts", "nf4, few rows") else
                           "asked" if name in ("int4 g32", "int4 g128, 16 rows", "ternary", "int2 affine g32") else "each",
                           reads=bn * (span * bits // 8 + scales) if bm <= 16 else 0))  # fmt: skip
     signature = {n: (kinds | {"x_ptr": "*i8"})[n] for n in _gemm_codes.arg_names if n in kinds}

@@ -326,7 +326,7 @@ def offline_cases() -> list[Case]:
         reads = 2 * bn * width * (bits + 1) // 8 if query == "*bf16" and split else 0
         cases.append(Case(f"kivi {name}", _attend, types, constants, wanted, 1 if bm <= 16 else 4, 2, odd,
                           (90,) if name == "decode 4 bits" else (),
-                          on="each" if name == "prefill 4 bits" else "one" if reads and width > 64 else "asked",
+                          on="each" if name in ("decode 4 bits", "decode 2 bits", "prefill 4 bits") else "asked",
                           reads=reads))  # fmt: skip
         if split and width == 128 and query == "*bf16":
             kinds = {"slots_ptr": "*i32", "rows_ptr": "*i32", "keys_ptr": "*u8", "values_ptr": "*u8"}

@@ -659,7 +659,7 @@ def offline_cases() -> list[Case]:
             wanted = tf32 if query == "*fp32" else halves if kind == 3 else bf16
             at = {cc: p for cc, p in wanted.items() if kind != 2 or words or (cc >= 89) == hard}
             quick = (90,) if name in ("decode int8", "decode int4", "verify 16 rows") else ()
-            each = name in ("decode int8", "decode fp8", "prefill")
+            each = name in ("decode bf16", "decode int8", "decode fp8", "decode int4", "prefill")
             wide = name in ("decode int4", "int4, heads of 256")
             less = name == "verify 8 rows fp8" or ("int4" in name and not wide)
             cases.append(Case(f"paged_attention {name}{' by the chip' if hard else ''}", _attend, types, constants, at,

@@ -119,4 +119,4 @@ def offline_cases() -> list[Case]:
     types = {"logits_ptr": "*fp32", "temperature_ptr": "*fp64", "top_k_ptr": "*i64", "top_p_ptr": "*fp64", "min_p_ptr": "*fp64",
              "seed_ptr": "*i64", "position_ptr": "*i64", "out_ptr": "*i64", "chance_ptr": "*fp32",
              "logprob_ptr": "*fp32", "stride": "i32", "V": "i32"}  # fmt: skip
-    return [Case("sampling", _sample, types, {"STEPS": _STEPS, "BLOCK": 8192}, WIDE_LOADS, 16, on="one")]
+    return [Case("sampling", _sample, types, {"STEPS": _STEPS, "BLOCK": 8192}, WIDE_LOADS, 16)]

@@ -384,8 +384,7 @@ def offline_cases() -> list[Case]:
             cases.append(Case(f"train_quantize {kind}{name}", _both, types, constants | {"HARD": hard}, expects,
                               num_warps=8 if tile == 128 else 4, odd=odd, quick=(90,) if kind in ("e4m3-1x128", "nvfp4") else (),
                               reads=4 * tile * tile if kind == "e4m3-1x128" else 0,  # and writes
-                              on="each" if kind == "e4m3-1x128" else
-                              "one" if kind in ("mxfp8", "mxfp4", "nvfp4") else "asked"))  # fmt: skip
+                              on="each" if kind in ("e4m3-1x128", "mxfp8", "mxfp4", "nvfp4") else "asked"))  # fmt: skip
     amax = {k: signature[k] for k in ("x_ptr", "sign_ptr", "M", "K", "stride_m")}
     amax |= {"tensor_ptr": "*i32", "turned_ptr": "*i32", "row_ptr": "*i32", "col_ptr": "*i32"}
     cases.append(Case("train_quantize amax", _amax, amax, {"TENSOR": True, "TURNED": True, "ROWS": True, "COLS": True, "TM": 64,
