@@ -213,7 +213,7 @@ def generate(
     """Answer one prompt, streaming."""
     from karui.trainers.talk import answer
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = (sys.stdin.read() if sys.stdin else "") if prompt == "-" else prompt  # None: closed
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     answer(model, text, sampling, raw=raw, adapter=adapter, runner=runner, speculate=speculate,
            **_engine(device, kv_dtype, memory, max_context, weight_memory))
@@ -466,6 +466,9 @@ def main() -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries below, about one another
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # what a model says need not be in the terminal's alphabet
     try:
         app()
     except KaruiError as error:

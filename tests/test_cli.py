@@ -1,5 +1,6 @@
 """Unit tests of the command line: it is lean, and every verb explains itself."""
 
+import io
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from karui import cli
 from karui.cli import app
 
 HEAVY = ("torch", "transformers", "peft", "accelerate", "datasets", "wandb", "numpy", "bitsandbytes")
@@ -72,3 +74,19 @@ def test_what_runs_a_model_says_where_and_in_how_much_memory(verb, monkeypatch):
     assert str(done.exception) == "seen"
     assert {k: asked[k] for k in ("device", "kv_dtype", "memory", "max_context", "weight_memory")} == {
         "device": "cuda:1", "kv_dtype": "int8", "memory": "3GiB", "max_context": 900, "weight_memory": "9GiB"}  # fmt: skip
+
+
+def test_a_terminal_without_the_letters_and_a_closed_input_are_no_traceback(monkeypatch, capsys):
+    said = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", said)
+    monkeypatch.setattr(sys, "argv", ["karui", "--version"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    said.write("naïve 軽い")
+    said.flush()
+    assert said.buffer.getvalue().endswith(b"na?ve ??")
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "argv", ["karui", "generate", "nowhere", "-"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "nowhere" in capsys.readouterr().err

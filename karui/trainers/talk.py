@@ -48,7 +48,7 @@ def conversation(
     while True:
         try:
             question = input("> ").strip()
-        except EOFError:
+        except (EOFError, RuntimeError):  # its end, or closed from the start
             question = ""
         if not question:
             return
