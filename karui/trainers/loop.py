@@ -27,7 +27,7 @@ from karui.trainers.context import data_ranks
 from karui.trainers.data import SampleSet, StepLoader, collate, plan_epoch
 from karui.trainers.progress import Progress, memory_bytes
 from karui.trainers.schedule import learning_rate
-from karui.trainers.sharding import is_sharded
+from karui.trainers.sharding import is_sharded, reshard
 from karui.trainers.step import accumulate, update
 from karui.trainers.tracking import Tracker
 
@@ -244,6 +244,7 @@ class Loop:
                     total[0] += loss.of(batch).double()
                 total[1] += batch.num_supervised / recipe.run.context_parallel
         total = accelerator.reduce(total, "sum")
+        reshard(loss)
         loss.train(was_training)
         mean = float(total[0] / total[1])
         self.state.best_eval = min(mean, self.state.best_eval if self.state.best_eval is not None else math.inf)

@@ -56,10 +56,10 @@ def shard(loss: nn.Module, accelerator: Accelerator) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     asked = getattr(plugin, "cpu_offload", False)  # accelerate turns a truth value into a policy
     offload = (asked is True or isinstance(asked, CPUOffloadPolicy)) and accelerator.device.type != "cpu"
-    reshard = getattr(plugin, "reshard_after_forward", True)
+    split_again = getattr(plugin, "reshard_after_forward", True)
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
     for layer in decoder_layers(loss):
-        fully_shard(layer, reshard_after_forward=bool(reshard), **options)
+        fully_shard(layer, reshard_after_forward=bool(split_again), **options)
     # the root's own parameters are needed again at once, by the backward pass of the head
     fully_shard(loss, reshard_after_forward=False, **options)
 
@@ -75,6 +75,13 @@ def decoder_layers(loss: Any) -> list[nn.Module]:
 def is_sharded(module: nn.Module) -> bool:
     """Split by FSDP2, or by ZeRO 3: ranks that hold parts of a model go through it together."""
     return hasattr(module, "set_requires_gradient_sync") or any(hasattr(p, "ds_id") for p in module.parameters())
+
+
+def reshard(module: nn.Module) -> None:
+    """Split what a forward pass without a backward one leaves gathered (FSDP2's root), so that names lead to the parameters."""
+    for unit in module.modules():
+        if hasattr(unit, "reshard"):
+            unit.reshard()  # type: ignore[operator]
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
@@ -99,9 +106,6 @@ def gathered(module: nn.Module, *, frozen: bool) -> Iterator[None]:
     Args:
         frozen: also those that are not trained; else they stay split, and must not be touched.
     """
-    for unit in module.modules():
-        if hasattr(unit, "reshard"):
-            unit.reshard()  # type: ignore[operator]  # an evaluation leaves the root gathered
     main = int(os.environ.get("RANK", "0")) == 0
     held: list[tuple[nn.Module, str, nn.Parameter]] = []
     seen: dict[int, nn.Parameter] = {}

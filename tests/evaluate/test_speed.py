@@ -115,7 +115,7 @@ def test_bench_on_an_engine_with_and_without_speculation(tmp_path: Path) -> None
     assert all(x.output_per_s > 0 and x.ttft_p95_ms >= x.ttft_p50_ms > 0 and x.share > 0 for x in result.levels)
     assert all(x.tokens_per_draft is None and x.acceptance is None for x in result.levels[:2])
     load = result.load
-    assert load.weights_per_token == 4 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 48)
+    assert load.weights_per_token == 3 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 48)
     assert load.weight_bytes > 4 * load.weights_per_token
     assert result.levels[1].limit_per_s == pytest.approx(3 * 20e9 / (load.weight_bytes + 3 * 36 * load.kv_bytes_per_token))
     assert load.read_bytes(1) == load.read_bytes(3) == load.weight_bytes  # no experts
