@@ -22,8 +22,9 @@ check: .venv/ready
 bench: .venv/ready
 	for script in benchmarks/*.py; do $(BIN)/python $$script --quick || exit 1; done
 
+# --no-compile: most of the packages' modules are never imported
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[test,serve]"  # thousands of modules that nothing imports
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[test,serve]"
 	touch $@
